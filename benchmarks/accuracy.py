@@ -6,7 +6,7 @@ Every model is trained in single-process PyG, where pyg_sar has no part, and thr
 the same initial parameters. With dropout the runs draw different random numbers, so that
 accuracies are compared over seeds; without it loss curves are compared epoch by epoch.
 
-    python benchmarks/accuracy.py --recipes --workers 1 --seeds 5 --out docs/benchmarks/labels.md
+    python benchmarks/accuracy.py --recipes --workers 1 --seeds 5 --out labels.md
 
 trains through pyg_sar alone, for as many epochs as published, with and without labels as inputs,
 and takes Correct and Smooth of each: the recipes' accuracies.
@@ -42,6 +42,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import CorrectAndSmooth
 
 import pyg_sar
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.train import ratio_mask
 
 EXACT_EPOCHS = 25
@@ -68,16 +69,6 @@ class Job:
     dtype: str = "float32"
     recipe: str = ""
     changes: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class World:
-    """What differs between one process and several: three lines of a training script."""
-
-    mean: Callable[[Tensor], Tensor]
-    accuracy: Callable[[Tensor, Tensor, Tensor], float]
-    all_nodes: Callable[[Tensor, Data], Tensor]
-    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +100,7 @@ def setting_of(job: Job) -> Setting:
     )
 
 
-def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dict[str, Any] | None:
+def train(job: Job, data: Data, pause: Pause | None = None) -> dict[str, Any] | None:
     """Trains one model; the test metric is that of the epoch with the best validation.
 
     Returns ``None`` when it has stopped before its end, by ``pause``.
@@ -122,8 +113,8 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
     inputs = x.size(1) + labels * data.num_labels
     model = build(job.model, inputs, data.num_labels, setting).to(x.dtype)
     if job.workers:
-        model = pyg_sar.distribute(model, view="local")
-    torch.manual_seed(1000 * (job.seed + 1) + world.rank)  # Dropout's draws.
+        model = pyg_sar.distribute(model)
+    torch.manual_seed(1000 * (job.seed + 1))  # Dropout's draws.
     optimizer = torch.optim.Adam(parameter_groups(model, setting), lr=setting.lr)
     auc = GRAPHS[job.graph].metric == "auc"
     losses: list[float] = []
@@ -132,9 +123,8 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
     learnt, known = masks["train"], x
     if labels:
         known = with_labels(x, data, learnt, learnt)
-        n_id = data.n_id if job.workers else torch.arange(data.num_nodes)
     start, first = time.perf_counter(), 1
-    kept = pause and pause.file(job, world.rank)
+    kept = pause and pause.file(job, rank_of(job))
     if kept and kept.exists():
         state = torch.load(kept)
         first, losses, best, metric, best_epoch, best_out, seconds, random = state["run"]
@@ -143,7 +133,7 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
         torch.set_rng_state(random)
         start -= seconds
     for epoch in range(first, setting.epochs + 1):
-        if pause and kept and world.mean(torch.tensor([float(time.time() > pause.at)])) > 0:
+        if pause and kept and _is_late(job, pause):
             seconds, random = time.perf_counter() - start, torch.get_rng_state()
             run = epoch, losses, best, metric, best_epoch, best_out, seconds, random
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": run}
@@ -153,28 +143,25 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
         optimizer.zero_grad()
         given, asked = x, learnt
         if labels:
-            shown = ratio_mask(learnt, SHOWN, n_id, 1000 * job.seed + epoch)
+            shown = ratio_mask(learnt, SHOWN, 1000 * job.seed + epoch)
             given, asked = with_labels(x, data, learnt, shown), learnt & ~shown
-        loss = _loss(model(given, data.edge_index), data.y, asked, world)
+        loss = _loss(model(given, data.edge_index), data.y, asked)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         if epoch % setting.every:
             continue
         out = _predict(model, known, data)
-        if auc:
-            score = -_area(out, data, masks["val"], world)
-        else:
-            score = _loss(out, data.y, masks["val"], world).item()
+        score = -_area(out, data, masks["val"]) if auc else _loss(out, data.y, masks["val"]).item()
         if score < best:
-            best, metric, best_epoch = score, measure(out, data, masks["test"], world), epoch
+            best, metric, best_epoch = score, measure(out, data, masks["test"]), epoch
             best_out = out
         elif setting.patience and epoch - best_epoch >= setting.patience:
             break
     smoothed = None
     if job.recipe:
         soft = correct_and_smooth(best_out, data, learnt, job.workers > 0)
-        smoothed = measure(soft, data, masks["test"], world)
+        smoothed = measure(soft, data, masks["test"])
     return {
         **asdict(job),
         "setting": asdict(setting),
@@ -190,7 +177,7 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
 def correct_and_smooth(out: Tensor, data: Data, mask: Tensor, distributed: bool) -> Tensor:
     """PyG's ``CorrectAndSmooth`` of a model's outputs, by the labels of the training nodes."""
     post = CorrectAndSmooth(*SMOOTHING)
-    post = pyg_sar.distribute(post, view="local") if distributed else post
+    post = pyg_sar.distribute(post) if distributed else post
     y = data.y[mask]
     soft = post.correct(out.softmax(1), y, mask, data.edge_index)
     return post.smooth(soft, y, mask, data.edge_index)
@@ -203,18 +190,26 @@ def _predict(model: torch.nn.Module, x: Tensor, data: Data) -> Tensor:
     return out
 
 
-def _loss(out: Tensor, y: Tensor, mask: Tensor, world: World) -> Tensor:
-    return world.mean(F.cross_entropy(out[mask], y[mask], reduction="none"))
+def _is_late(job: Job, pause: Pause) -> bool:
+    """Whether the time is over, on any worker."""
+    late = torch.tensor(int(time.time() > pause.at))
+    return bool(pyg_sar.comm.current().all_reduce(late, "max") if job.workers else late)
 
 
-def _accuracy(out: Tensor, data: Data, mask: Tensor, world: World) -> float:
-    return world.accuracy(out, data.y, mask)
+def _loss(out: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(out[mask], y[mask])
 
 
-def _area(out: Tensor, data: Data, mask: Tensor, world: World) -> float:
+def _accuracy(out: Tensor, data: Data, mask: Tensor) -> float:
+    return (out.argmax(1) == data.y)[mask].double().mean().item()
+
+
+def _area(out: Tensor, data: Data, mask: Tensor) -> float:
     """The area under the ROC curve: how often class 1 is ranked above class 0."""
     columns = torch.stack([out[:, 1] - out[:, 0], data.y.to(out.dtype), mask.to(out.dtype)], dim=1)
-    score, label, kept = world.all_nodes(columns, data).unbind(1)
+    if isinstance(columns, NodeTensor):
+        columns = columns.full_tensor()
+    score, label, kept = columns.unbind(1)
     score, positive = score[kept > 0], label[kept > 0] > 0
     ranks = torch.from_numpy(rankdata(score.numpy()))
     ones, zeros = int(positive.sum()), int((~positive).sum())
@@ -224,30 +219,13 @@ def _area(out: Tensor, data: Data, mask: Tensor, world: World) -> float:
 # One process and several #################################################################
 
 
-def plain_world() -> World:
-    """Single-process PyG."""
-    return World(
-        mean=lambda values: values.mean(),
-        accuracy=lambda out, y, mask: (out.argmax(1) == y)[mask].double().mean().item(),
-        all_nodes=lambda rows, data: rows,
-    )
-
-
-def distributed_world() -> World:
-    """The same through pyg_sar."""
-    comm = pyg_sar.comm.current()
-
-    def all_nodes(rows: Tensor, data: Data) -> Tensor:
-        whole = rows.new_zeros(data.num_nodes_in_all, rows.size(1))
-        whole[data.n_id] = rows
-        return comm.all_reduce(whole)
-
-    return World(mean=pyg_sar.mean, accuracy=pyg_sar.accuracy, all_nodes=all_nodes, rank=comm.rank)
+def rank_of(job: Job) -> int:
+    """This worker's rank; 0 in one process."""
+    return pyg_sar.comm.current().rank if job.workers else 0
 
 
 def run_jobs(
     jobs: list[Job],
-    world: World,
     get_data: Callable[[str], Data],
     results: Path,
     pause: Pause | None = None,
@@ -259,10 +237,10 @@ def run_jobs(
     for job in jobs:
         if job.graph != name:
             name, data = job.graph, get_data(job.graph)
-        result = train(job, data, world, pause)
+        result = train(job, data, pause)
         if result is None:
             return
-        if world.rank == 0:
+        if rank_of(job) == 0:
             with results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             sys.stderr.write(
@@ -282,8 +260,7 @@ def run_worker(jobs: list[Job], parts: str, results: str, pause: Pause | None) -
     """What each worker of one world size does."""
     run_jobs(
         jobs,
-        distributed_world(),
-        lambda name: pyg_sar.load_partition(Path(parts) / name, view="local"),
+        lambda name: pyg_sar.load_partition(Path(parts) / name),
         Path(results),
         pause,
     )
@@ -376,7 +353,7 @@ def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
     # The single process and one worker compute with a core each, so they run side by side.
     with ThreadPoolExecutor(1) as executor:
         alone = todo.get(0, [])
-        given = plain_world(), graphs.__getitem__, results, pause
+        given = graphs.__getitem__, results, pause
         plain = executor.submit(run_jobs, alone, *given)
         for workers in args.workers:
             launch(workers)

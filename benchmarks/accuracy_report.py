@@ -55,7 +55,7 @@ on {datetime.date.today()}.
 own `Data`. The pyg_sar runs train the same model from the same initial parameters.
 
 Labels as inputs, Correct and Smooth, and longer training:
-[benchmarks/labels.md](benchmarks/labels.md).
+[benchmarks/results/accuracy.md](../benchmarks/results/accuracy.md#labels-as-inputs-correct-and-smooth).
 """
 
 

@@ -1,6 +1,6 @@
 """Layers through ``distribute`` on one worker against plain PyG: time ratios and peak memory.
 
-    python benchmarks/attention.py --out docs/benchmarks/attention.md
+    python benchmarks/attention.py --out attention.md
 
 A power-law graph, float32, no self loops are added. What is compared is timed alternately in one
 process, the least of the rounds counts; peaks are those of fresh processes over what they hold
@@ -151,7 +151,7 @@ def peak(name: str, distributed: bool, graph: str) -> float:
 def print_peak(name: str, distributed: bool, graph: str) -> None:
     x, edge_index = torch.load(graph)
     module = make(name)
-    module = pyg_sar.distribute(module, view="local") if distributed else module
+    module = pyg_sar.distribute(module) if distributed else module
     Pass(module, x[:50], edge_index[:, :0]).run()
     work = Pass(module, x, edge_index)
 
@@ -220,7 +220,7 @@ def real_graphs(folder: Path, rounds: int) -> list[str]:
         x, ratios = torch.randn(nodes, 64), []
         for kind in kinds.values():
             plain = kind()
-            here = Pass(pyg_sar.distribute(copy.deepcopy(plain), view="local"), x, edge_index)
+            here = Pass(pyg_sar.distribute(copy.deepcopy(plain)), x, edge_index)
             fast, slow = least(rounds, here.run, Pass(plain, x, edge_index).run)
             ratios.append(f"{slow / fast:.1f}")
         counts = f"{nodes:,} | {edge_index.size(1):,}"
@@ -235,7 +235,7 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
     names = args.layers or list(SHAPES)
     bar = tqdm(total=len(names) + 9 * (not args.layers))
     for name in names:
-        here = Pass(pyg_sar.distribute(make(name), view="local"), x, edge_index)
+        here = Pass(pyg_sar.distribute(make(name)), x, edge_index)
         mine = peak(name, True, graph)
         if name == "GATConv 4x32":  # plain PyG needs more memory than there may be
             ratio, other = "-", "-"
@@ -249,7 +249,7 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
         return lines
     lines += ["", "| one against another | ratio |", "| --- | --- |"]
     for name, width in (("GATConv 4x8", 32), ("GATConv 4x32", 128)):
-        here = Pass(pyg_sar.distribute(make(name), view="local"), x, edge_index)
+        here = Pass(pyg_sar.distribute(make(name)), x, edge_index)
         fused, product = sums(x, edge_index, width)
         (forward, back), one, csr = least(args.rounds, here.parts, fused, product)
         lines.append(f"| {name}, forward / fused sum of width {width} | {forward / one:.2f} |")
@@ -265,12 +265,12 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
         lines.append(f"| {name} / fused sum of width {width} | {forward / one:.2f} |")
         bar.update()
     for heads in (2, 4, 8):
-        here = Pass(pyg_sar.distribute(make(f"GATConv {heads}x100"), view="local"), x, edge_index)
+        here = Pass(pyg_sar.distribute(make(f"GATConv {heads}x100")), x, edge_index)
         ((forward, back),) = least(args.rounds, here.parts)
         lines.append(f"| GATConv {heads}x100, backward / forward | {back / forward:.2f} |")
         bar.update()
-    sage = Pass(pyg_sar.distribute(make("sage"), view="local"), x, edge_index)
-    gat = Pass(pyg_sar.distribute(make("gat"), view="local"), x, edge_index)
+    sage = Pass(pyg_sar.distribute(make("sage")), x, edge_index)
+    gat = Pass(pyg_sar.distribute(make("gat")), x, edge_index)
     plain = Pass(make("sage"), x, edge_index)
     fast, slow, attention = least(max(args.rounds - 1, 1), sage.run, plain.run, gat.run)
     lines.append(f"| three SAGEConv layers of 256, PyG / here | {slow / fast:.2f} |")

@@ -4,7 +4,7 @@
 
     git worktree add ../before COMMIT          # and build its kernels there
     sudo python benchmarks/before_after.py --before ../before --results pairs.json \
-        --out docs/benchmarks/before_after.md
+        --out before_after.md
 
 Each case runs in both checkouts, one right after the other, by the functions of each one's script,
 in a process of its own. The order changes from pair to pair; a ratio is one within a pair. Finished
@@ -102,7 +102,7 @@ def attention(script: Any, folder: str, *names: str) -> Found:
         return dict(zip(("attention 4x32, s", "fused sum of width 128, s"), times, strict=True))
     torch.save((data.x, data.edge_index), file)
     for name in names:
-        layer = script.pyg_sar.distribute(script.make(name), view="local")
+        layer = script.pyg_sar.distribute(script.make(name))
         work = script.Pass(layer, data.x, data.edge_index)
 
         def passes(parts: Callable[[], tuple[float, float]] = work.parts) -> tuple[float, ...]:

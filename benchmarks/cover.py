@@ -1,6 +1,6 @@
 """Rows and bytes on the wire: pulling alone, pulling and pushing by a cover, and the bound.
 
-    python benchmarks/cover.py --data ../shared/data --out docs/benchmarks/cover.md
+    python benchmarks/cover.py --data ../shared/data --out cover.md
 
 One layer on METIS parts; the ledger counts what each worker receives in one forward and one
 backward pass. Sums: a SAGEConv layer; the bound is the sum of the largest matchings of all cuts: no
@@ -85,11 +85,11 @@ def costs(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
     """Bytes that this worker receives, forward and backward, by layer."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
     x, found = data.x.clone().requires_grad_(), {}
     for name, make in LAYERS.items():
-        layer = pyg_sar.distribute(make(), policy, view="local")
+        layer = pyg_sar.distribute(make(), policy)
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(x, data.edge_index).sum().backward()
         found[name] = tuple(
@@ -101,10 +101,10 @@ def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
 
 def rows(root: str, push: str) -> tuple[int, int]:
     """Rows that this worker receives, forward and backward."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(SAGEConv(WIDTH, WIDTH, aggr="sum"), policy, view="local")
+    layer = pyg_sar.distribute(SAGEConv(WIDTH, WIDTH, aggr="sum"), policy)
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -152,23 +152,18 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
         root = f"{folder}/parts"
         pyg_sar.write_partitions(data, parts, root, "metis")
         part = torch.empty(data.num_nodes, dtype=torch.long)
-        for rank, ids in enumerate(pyg_sar.launch(_ids, parts, root, backend="threads")):
-            part[ids] = rank
+        for rank in range(parts):
+            part[read_part(root, rank)["n_id"]] = rank
         found: dict[str, dict[str, list[int]]] = {}
         for way, push in (("pull", "off"), ("cover", "auto")):
-            sums = pyg_sar.launch(rows, parts, root, push, backend="threads", timeout=600.0)
-            layers = pyg_sar.launch(attention, parts, root, push, backend="threads", timeout=600.0)
+            sums = pyg_sar.launch(rows, parts, root, push, timeout=600.0)
+            layers = pyg_sar.launch(attention, parts, root, push, timeout=600.0)
             counts = {"sums": sums, **{n: [worker[n] for worker in layers] for n in LAYERS}}
             found[way] = {
                 n: [sum(c) for c in zip(*rows, strict=True)] for n, rows in counts.items()
             }
         found["seconds"] = {"all": list(seconds(root, data, parts))}
     return {**found, "bound": bound(data, part, parts, list(LAYERS))}
-
-
-def _ids(root: str) -> Tensor:
-    ids: Tensor = pyg_sar.load_partition(root, view="local").n_id
-    return ids
 
 
 def document(results: dict[str, dict[str, Any]], parts: int, command: str) -> str:

@@ -2,7 +2,7 @@
 
 .. code-block:: bash
 
-    python benchmarks/epochs.py --out docs/benchmarks/epochs.md
+    python benchmarks/epochs.py --out epochs.md
 
 R-MAT (a=.57, b=c=.19), SAGE 100-256-256-40 and GAT 4 heads of 32. One process: a step beside its
 dense products alone, and beside its sums alone as transformed (the last layer's after its map).
@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from partitions import rmat
-from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
@@ -58,14 +57,14 @@ def graph(nodes: int, edges: int) -> Data:
     return data
 
 
-def step_of(model: torch.nn.Module, data: Data, average: Callable[[Tensor], Tensor]) -> Any:
+def step_of(model: torch.nn.Module, data: Data) -> Any:
     """A training step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     def step() -> None:
         optimizer.zero_grad()
         out = model(data.x, data.edge_index)
-        average(F.cross_entropy(out, data.y, reduction="none")).backward()
+        F.cross_entropy(out, data.y).backward()
         optimizer.step()
 
     return step
@@ -118,11 +117,11 @@ def one_process(nodes: int, edges: int, rounds: int) -> list[str]:
     """The step, the products and the sums, in turns."""
     torch.set_num_threads(2)
     data = graph(nodes, edges)
-    model = pyg_sar.distribute(GraphSAGE(100, 256, 3, 40), view="local")
+    model = pyg_sar.distribute(GraphSAGE(100, 256, 3, 40))
     ways = {
         "dense products alone": products(nodes),
         "sums alone, as transformed": sums(data),
-        "training step": step_of(model, data, lambda losses: losses.mean()),
+        "training step": step_of(model, data),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in tqdm(range(rounds + 1), desc="one process"):
@@ -161,9 +160,9 @@ def resident() -> list[float]:
 def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, list[float]]:
     """Seconds of steps at this worker; MiB kept between them; what is resident at the peak."""
     start = resident()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    step = step_of(pyg_sar.distribute(MODELS[model](), view="local"), data, pyg_sar.mean)
+    step = step_of(pyg_sar.distribute(MODELS[model]()), data)
     step()
     comm, times = pyg_sar.comm.current(), []
     for _ in range(rounds):

@@ -1,7 +1,7 @@
 """What the global view costs: epochs of the same training on tensors of the whole graph and on a
 worker's own rows, in turn.
 
-    python benchmarks/global_view.py --out docs/benchmarks/global_view.md
+    python benchmarks/global_view.py --out global_view.md
 
 Each ratio is the median over pairs of epochs that follow each other, the local view first in every
 other pair; on a shared machine such epochs differ by a third. What the global view adds does not

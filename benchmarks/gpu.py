@@ -1,6 +1,6 @@
 """Layers, and parts that wait in host memory, on one GPU: times, peak memory, differences.
 
-    python benchmarks/gpu.py --out docs/benchmarks/gpu.md
+    python benchmarks/gpu.py --out gpu.md
 
 A power-law graph, float32. Layers, forward and backward: plain PyG, PyG under ``torch.compile``,
 and through ``distribute``, in turn; the least of the rounds counts. Memory is the peak of PyTorch's
@@ -110,16 +110,16 @@ def layers(args: argparse.Namespace, x: Tensor, edge_index: Tensor) -> Iterator[
 def trained(root: str, name: str, mode: Any, epochs: int) -> tuple[list[float], float, float]:
     """A part's: seconds of epochs, the last loss, MiB that an epoch moves to host memory."""
     comm: Any = current()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = MODELS[name](data.num_features)
-    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(mode=mode), view="local")
+    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(mode=mode))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     marks, loss = [], torch.zeros(())
     for _ in range(epochs + 1):
         optimizer.zero_grad()
         out = model(data.x, data.edge_index)
-        loss = pyg_sar.mean(F.cross_entropy(out, data.y, reduction="none"))
+        loss = F.cross_entropy(out, data.y)
         loss.backward()
         optimizer.step()
         memory(comm.device)

@@ -1,6 +1,6 @@
 """Training over several hosts: network namespaces joined by a bridge, links limited by tc.
 
-    sudo python benchmarks/hosts.py --out docs/benchmarks/hosts.md
+    sudo python benchmarks/hosts.py --out hosts.md
 
 Each namespace is a host with an address and a host name of its own and runs one worker, started by
 ``torchrun``; the bridge is in a namespace too, so that the machine's own network stays as it is.
@@ -165,11 +165,11 @@ def make_model(spec: dict[str, Any], inputs: int, outputs: int) -> torch.nn.Modu
     return GraphSAGE(inputs, spec["hidden"], 3, outputs)
 
 
-def train_epoch(model: torch.nn.Module, optimizer: Any, data: Data, mean: Any) -> float:
+def train_epoch(model: torch.nn.Module, optimizer: Any, data: Data) -> float:
     optimizer.zero_grad()
     out = model(data.x, data.edge_index)
     kept = data.train_mask
-    loss = mean(F.cross_entropy(out[kept], data.y[kept], reduction="none"))
+    loss = F.cross_entropy(out[kept], data.y[kept])
     loss.backward()
     optimizer.step()
     return float(loss.detach())
@@ -213,7 +213,7 @@ class Case:
     Args:
         comm: The workers.
         spec: What is run.
-        data: This worker's part.
+        data: The graph.
         policy: Arguments of the policy.
     """
 
@@ -227,7 +227,7 @@ class Case:
 
     def _run(self, spec: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = make_model(spec, self.data.num_features, spec["classes"])
-        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**self.policy), view="local")
+        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**self.policy))
         return model, torch.optim.Adam(model.parameters(), lr=0.003)
 
     def epoch(self) -> None:
@@ -235,15 +235,15 @@ class Case:
         self.comm.barrier()
         with pyg_sar.Ledger(self.comm) as ledger:
             start = time.perf_counter()
-            self.losses.append(train_epoch(*self.trained, self.data, pyg_sar.mean))
+            self.losses.append(train_epoch(*self.trained, self.data))
             self.times.append(time.perf_counter() - start)
         self.sent, self.received = ledger.sent, ledger.received
         if not self.silent:  # the twin's first epoch agrees with others on how its layers run
-            train_epoch(*self.twin, self.data, pyg_sar.mean)
+            train_epoch(*self.twin, self.data)
         self.comm.barrier()
         with Silent(self.comm):
             start = time.perf_counter()
-            train_epoch(*self.twin, self.data, pyg_sar.mean)
+            train_epoch(*self.twin, self.data)
             self.silent.append(time.perf_counter() - start)
 
     def result(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def worker(spec_file: str) -> None:
     spec = json.loads(Path(spec_file).read_text())
     comm = pyg_sar.init(timeout=300)
     try:
-        data = pyg_sar.load_partition(spec["parts"], view="local")
+        data = pyg_sar.load_partition(spec["parts"])
         speed = min(comm.all_gather_object(bandwidth(comm)))
         cases = [Case(comm, spec, data, policy) for policy in spec["cases"]]
         for _ in range(spec["epochs"] + 1):
@@ -286,9 +286,9 @@ def one_process(spec: dict[str, Any], data: Data) -> list[float]:
     """The losses of plain PyG; where its messages would not fit, of one worker's kernels."""
     model = make_model(spec, data.num_features, spec["classes"])
     if data.num_edges > PLAIN_EDGES:
-        model = pyg_sar.distribute(model, view="local")
+        model = pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    return [train_epoch(model, optimizer, data, torch.mean) for _ in range(spec["epochs"] + 1)]
+    return [train_epoch(model, optimizer, data) for _ in range(spec["epochs"] + 1)]
 
 
 def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int, model: str) -> list[str]:

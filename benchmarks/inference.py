@@ -79,11 +79,9 @@ WAYS: dict[str, Callable[[Any, Data], Tensor]] = {
     "PyG: layer by layer": layerwise,
     "PyG: all nodes at once, pyg_sar.infer(model, data)": pyg_sar.infer,
     "pyg_sar.infer(distribute(model), data)": lambda model, data: pyg_sar.infer(
-        pyg_sar.distribute(model, view="local"), data
+        pyg_sar.distribute(model), data
     ),
-    "pyg_sar: a training step": lambda model, data: train(
-        pyg_sar.distribute(model, view="local"), data
-    ),
+    "pyg_sar: a training step": lambda model, data: train(pyg_sar.distribute(model), data),
 }
 
 

@@ -1,7 +1,7 @@
 r"""The sum kernels against PyTorch's ways: times, memory, and what memory itself would allow.
 
     OMP_WAIT_POLICY=passive python benchmarks/kernels.py \
-        --out docs/benchmarks/kernels.md --plot docs/benchmarks/kernels.png
+        --out kernels.md --plot kernels.png
 
 Sums of gathered rows on a power-law graph, plain and weighted, by target and transposed: the
 kernel, the product with a ``torch.sparse`` CSR matrix, ``torch_sparse.spmm_sum`` where that is

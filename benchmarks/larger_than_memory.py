@@ -1,6 +1,6 @@
 """Memory and time of training with many parts on one worker, with limits and a store.
 
-    python benchmarks/larger_than_memory.py --out docs/benchmarks/larger_than_memory.md
+    python benchmarks/larger_than_memory.py --out larger_than_memory.md
 
 SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm) on a power-law
 graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
@@ -9,7 +9,7 @@ Deep models (DeeperGCN: ``DeepGCNLayer`` of ``GENConv`` with a learned softmax) 
 
     python benchmarks/larger_than_memory.py --nodes 20000 --edges 200000 --parts 16 \
         --models gcn-8 gcn-32 gat-8 gat-32 deepergcn-8 deepergcn-32 --memory 160MiB \
-        --out docs/benchmarks/deep.md
+        --out deep.md
 
 Each row is a fresh process; a first epoch is not counted. Memory: the highest resident set
 (``VmHWM``) over the resident set at the start. Where the system lets a cgroup be made, the worker
@@ -146,18 +146,16 @@ def measure(
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(CPU)
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[model_name](data.num_features), view="local")
+    model = pyg_sar.distribute(MODELS[model_name](data.num_features))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     host: Any = getattr(pyg_sar.comm.current(), "host", None)
     moved, times, losses = [], [], []
     for _ in range(epochs + 1):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        values = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-        loss = pyg_sar.mean(values)
-        del values
+        loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

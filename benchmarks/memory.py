@@ -1,6 +1,6 @@
 """Peak memory per worker against 1/W, beside the law: modes 1, 2 and 3, SAGE and GAT.
 
-    python benchmarks/memory.py --out docs/benchmarks/memory.md --plot docs/benchmarks/memory.png
+    python benchmarks/memory.py --out memory.md --plot memory.png
 
 Full-batch training of a 3-layer GraphSAGE (256) and GAT (4 heads of 32) on a power-law graph, METIS
 and random parts. Each number of workers, model and kind of parts starts fresh processes, in which
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,7 @@ from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 CLASSES, HEADS = 8, 4
@@ -71,19 +71,16 @@ class Part:
 
     @classmethod
     def of(cls, data: Data) -> Part:
-        plan = data.edge_index.plan
-        stored = sum(t.numel() * t.element_size() for t in data.to_dict().values() if _is_own(t))
+        edges, tensors = data.edge_index.to_local(), data.to_dict().values()
+        plan, own = edges.plan, [t.to_local() for t in tensors if isinstance(t, NodeTensor)]
+        stored = sum(t.numel() * t.element_size() for t in own)
         return cls(
-            nodes=data.num_nodes,
-            edges=data.edge_index.size(1),
+            nodes=plan.num_local,
+            edges=edges.size(1),
             halo=plan.num_halo,
             shard=max(plan.halo_counts),
             stored=stored + 4 * sum(plan.send_counts),
         )
-
-
-def _is_own(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def law(part: Part, kind: str, features: int, mode: int, prefetch: int) -> int:
@@ -145,14 +142,13 @@ def _gat(part: Part, features: int, mode: int, shards: int) -> int:
 
 def epoch(model: torch.nn.Module, data: Data) -> None:
     model.zero_grad()
-    losses = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-    pyg_sar.mean(losses).backward()
+    F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
 
 
 def train(root: str, kind: str, policy: pyg_sar.SARPolicy) -> Data:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[kind](data.x.size(1)), policy, view="local")
+    model = pyg_sar.distribute(MODELS[kind](data.x.size(1)), policy)
     epoch(model, data)
     epoch(model, data)
     return data

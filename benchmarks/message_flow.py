@@ -26,12 +26,9 @@ LAYERS = 2
 
 def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> list[float]:
     """The flow graph's rows, bytes and seconds over the whole graph's; rounds take turns."""
-    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
-    draw = torch.Generator().manual_seed(comm.rank)
-    seeds = torch.rand(data.num_nodes, generator=draw) < share
-    model = pyg_sar.distribute(
-        build_model(name, data.num_features, hidden, 8, dropout=0.0), view="local"
-    )
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+    seeds = torch.rand(data.num_nodes, generator=torch.Generator().manual_seed(0)) < share
+    model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
     flow = pyg_sar.message_flow_graphs(data, seeds, LAYERS)
     check_flow(model, data, flow)
     kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
@@ -43,16 +40,15 @@ def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> li
             start = time.perf_counter()
             with pyg_sar.Ledger(comm) as ledger:
                 out = call_model(model, graph)[rows]
-                losses = F.cross_entropy(out, graph.y[rows], reduction="none")
-                pyg_sar.mean(losses).backward()
+                F.cross_entropy(out, graph.y[rows]).backward()
             comm.barrier()
             if epoch:
                 seconds[kind].append(time.perf_counter() - start)
             moved[kind] = ledger.received_bytes()
     nodes = flow.num_sampled_nodes
-    rows = sum(sum(nodes[: k + 1]) for k in range(LAYERS)), LAYERS * data.num_nodes
-    own = torch.tensor([*rows, moved["flow"], moved["whole"]], dtype=torch.float64)
-    computed, every, less, all_bytes = comm.all_reduce(own).tolist()
+    computed, every = sum(sum(nodes[: k + 1]) for k in range(LAYERS)), LAYERS * data.num_nodes
+    own = torch.tensor([moved["flow"], moved["whole"]], dtype=torch.float64)
+    less, all_bytes = comm.all_reduce(own).tolist()
     ratio = statistics.median(seconds["flow"]) / statistics.median(seconds["whole"])
     return [computed / every, less / max(all_bytes, 1), ratio]
 

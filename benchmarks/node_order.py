@@ -1,6 +1,6 @@
 """Would another order of nodes, or of parts, serve better than the ones that are there?
 
-    python benchmarks/node_order.py --data ../shared/data --out docs/benchmarks/node_order.md
+    python benchmarks/node_order.py --data ../shared/data --out node_order.md
 
 Nodes: sums of gathered rows on a graph whose nodes are in the order of the file, in a random one,
 in that of reverse Cuthill-McKee (neighbours near each other), of METIS's parts of 2,000 nodes, and

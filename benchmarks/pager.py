@@ -1,6 +1,6 @@
 """The pager against the disk and against PyTorch's own allocator.
 
-    python benchmarks/pager.py --directory /scratch --out docs/benchmarks/pager.md
+    python benchmarks/pager.py --directory /scratch --out pager.md
 
 Moves tensors of one size out, and in as others go (read ahead, and on demand), as a ratio of the
 rate of plain reads and writes of the same pieces past the page cache, alternately in one process;

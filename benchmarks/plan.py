@@ -1,6 +1,6 @@
 """Memory and time that ``pyg_sar.plan`` predicts, beside what workers take, on many configurations.
 
-    python benchmarks/plan.py --out docs/benchmarks/plan.md
+    python benchmarks/plan.py --out plan.md
 
 Each graph is cut into parts; for each model and mode fresh processes make two training steps, after
 one on a tiny graph that loads libraries (``measure`` of ``benchmarks/memory.py``). The peak is the
@@ -8,7 +8,7 @@ higher one of two epochs (``VmHWM``) over the baseline, of the worker that needs
 processor's for the thread that trains, the fastest of three later steps, of the worker that needs
 most: on a machine with other work a clock would say little.
 
-    python benchmarks/plan.py --stored --out docs/benchmarks/plan_stored.md
+    python benchmarks/plan.py --stored --out plan_stored.md
 
 Parts that wait in a store, with limits of memory: what is moved, the time of an epoch by the clock,
 and whether the training goes on at all. Each run is a fresh process, from its start on in a cgroup
@@ -115,8 +115,8 @@ def measure(
     comm = pyg_sar.comm.current()
 
     def train(folder: str, policy: pyg_sar.SARPolicy, more: int = 0) -> float:
-        data = pyg_sar.load_partition(folder, view="local")
-        trained = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
+        data = pyg_sar.load_partition(folder)
+        trained = pyg_sar.distribute(copy.deepcopy(model), policy)
         optimizer = torch.optim.Adam(trained.parameters())
         times = []
         for _ in range(2 + more):
@@ -188,8 +188,8 @@ def measure_stored(root: str, model: nn.Module, group: Path | None) -> tuple[Any
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(cpu)
-    data = pyg_sar.load_partition(root, view="local")
-    trained = pyg_sar.distribute(model, view="local")
+    data = pyg_sar.load_partition(root)
+    trained = pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(trained.parameters())
     steps = []
     for _ in range(STEPS + 2):

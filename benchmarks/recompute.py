@@ -1,16 +1,15 @@
 """What lies between layers: kept in the store, as bits, or computed again in the backward pass?
 
-    python benchmarks/recompute.py --out docs/benchmarks/recompute.md
+    python benchmarks/recompute.py --out recompute.md
 
 Three layers of 256 with BatchNorm, ReLU and dropout; 8 parts on one worker, with a quarter of the
 memory that they take without a limit. ReLU and dropout save whole tensors, as in PyTorch, or bits,
 as pyg_sar has them; or, written into the model by ``torch.utils.checkpoint``, ReLU and dropout are
-computed again, or normalisation, ReLU and dropout (the statistics of BatchNorm are kept). Fresh
-processes, alternately; medians over the rounds. The processor's time of an epoch, all threads,
-hardly depends on what else the host does. Saving bytes pays without doubt where the store moves
-less than ``break-even``, the bytes saved by the seconds of processor added; above it only as far as
-the store's time is not hidden behind computing, and most is. ``--rate`` limits the store's disk, to
-see how it is on slower ones.
+computed again. Fresh processes, alternately; medians over the rounds. The processor's time of an
+epoch, all threads, hardly depends on what else the host does. Saving bytes pays without doubt where
+the store moves less than ``break-even``, the bytes saved by the seconds of processor added; above
+it only as far as the store's time is not hidden behind computing, and most is. ``--rate`` limits
+the store's disk, to see how it is on slower ones.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from pyg_sar.comm.communicator import LocalCommunicator
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import host_parts
 from pyg_sar.ledger import peak_memory, reset_peak_memory
-from pyg_sar.reduction.moments import moments, standardise
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 WIDTH, CLASSES, PARTS, MB = 256, 8, 8, 1 << 20
@@ -47,7 +45,6 @@ WAYS = {
     "whole": "nothing, whole tensors",
     "bits": "nothing, bits",
     "pointwise": "ReLU, dropout",
-    "norm": "normalisation, ReLU, dropout",
 }
 CPU = torch.device("cpu")
 
@@ -75,32 +72,23 @@ class Net(nn.Module):
         def end(x: Tensor) -> Tensor:
             return F.dropout(x.relu(), self.dropout)
 
-        def all_of_it(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-            return end(standardise(x, mean, scale, norm.module.bias, None, x.dtype))
-
         if self.way in ("whole", "bits"):
             return end(norm(x))
-        if self.way == "pointwise":
-            return checkpoint(end, norm(x), use_reentrant=False)
-        found = moments(x)
-        scale = (found.variance + norm.module.eps).rsqrt() * norm.module.weight.double()
-        return checkpoint(all_of_it, x, found.mean, scale, use_reentrant=False)
+        return checkpoint(end, norm(x), use_reentrant=False)
 
 
 def measure(root: str, kind: str, dropout: float, way: str, epochs: int) -> tuple[Any, ...]:
     """A part's: bytes at its start and at most; bytes read and written; times; the last loss."""
     comm: Any = pyg_sar.comm.current()
     start = reset_peak_memory(CPU) if comm.rank == 0 else 0
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(Net(kind, data.num_features, dropout, way), view="local")
+    model = pyg_sar.distribute(Net(kind, data.num_features, dropout, way))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     marks, loss = [], torch.zeros(())
     for _ in range(epochs + 1):
         optimizer.zero_grad()
-        values = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-        loss = pyg_sar.mean(values)
-        del values
+        loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
         loss.backward()
         optimizer.step()
         found = {} if comm.host.store is None else comm.host.store.counters()
@@ -169,7 +157,7 @@ def table(root: str, args: argparse.Namespace) -> list[str]:
             for way, each in found.items():
                 _, numbers, loss = row(root, args, kind, way, free // 4)
                 # Normalisation by another module rounds otherwise.
-                if abs(loss - exact) > (1e-4 * abs(exact) if way == "norm" else 0):
+                if loss != exact:
                     raise SystemExit(f"{kind}, {way}: a loss of {loss}, {exact} without a limit")
                 each.append(numbers)
         mid = {way: [median(v) for v in zip(*each, strict=True)] for way, each in found.items()}

@@ -1,6 +1,6 @@
 """Rows that a planned cache reads from a file, beside HongTu's reuse between adjacent parts.
 
-    python benchmarks/row_cache.py --data ../shared/data --out docs/benchmarks/row_cache.md
+    python benchmarks/row_cache.py --data ../shared/data --out row_cache.md
 
 Parts of one process run in turn. HongTu's count: each part's turn loads its own rows and its halo
 rows into a buffer as large as the union of two adjacent parts' rows, the turn's own among them; one

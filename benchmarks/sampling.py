@@ -38,14 +38,14 @@ def measured(
     root: str, hidden: int, classes: int, epochs: int, sampler: NeighborSampling | None, seeds: int
 ) -> tuple[list[float], list[int], float, int]:
     """Test accuracies and best epochs by seed, seconds of an epoch, bytes of an epoch."""
-    data, comm = pyg_sar.load_partition(root, view="local"), pyg_sar.comm.current()
+    data, comm = pyg_sar.load_partition(root), pyg_sar.comm.current()
     steps = Steps()
 
     def train(seed: int, epochs: int, every: int) -> Any:
         torch.manual_seed(seed)
         model = build_model("sage", data.num_features, hidden, classes, layers=LAYERS, dropout=0.5)
         config = TrainConfig(epochs=epochs, eval_every=every, seed=seed)
-        model = pyg_sar.distribute(model, view="local")
+        model = pyg_sar.distribute(model)
         return pyg_sar.Trainer(model, data, config, sampler=sampler, callbacks=[steps]).fit()
 
     received = []

@@ -1,6 +1,6 @@
 """Edge cuts and rates of partitioners that read the edges as a stream, beside METIS.
 
-    python benchmarks/streaming.py --data ../shared/data --out docs/benchmarks/streaming.md
+    python benchmarks/streaming.py --data ../shared/data --out streaming.md
 
 ``balanced``, METIS with even edges, too; ``coarsened`` (``pyg_sar/partition/coarsening.py``), all
 of it; and Fennel alone (Tsourakakis et al., WSDM 2014), which is its last stage: one pass that

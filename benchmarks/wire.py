@@ -1,6 +1,6 @@
 """What the wire costs on one host: epoch times of workers that share memory, and that use gloo.
 
-    python benchmarks/wire.py --out docs/benchmarks/wire.md
+    python benchmarks/wire.py --out wire.md
 
 Full-batch training of a 3-layer GraphSAGE (256) and GAT (4 heads of 32) on a graph with power-law
 degrees. One worker with two threads is the unit; 2, 4 and 8 workers have one thread each. Within a
@@ -49,15 +49,14 @@ def power_law_graph(nodes: int, edges: int, features: int) -> Data:
 def train(root: str, name: str, epochs: int) -> tuple[list[float], float, int, int]:
     """Seconds of each epoch but the first, processor seconds of one, bytes in of one, peak."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[name](data.x.size(1)), view="local")
+    model = pyg_sar.distribute(MODELS[name](data.x.size(1)))
     optimizer = torch.optim.Adam(model.parameters())
 
     def epoch() -> None:
         optimizer.zero_grad()
-        losses = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-        pyg_sar.mean(losses).backward()
+        F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
         optimizer.step()
 
     with pyg_sar.Ledger(comm) as ledger:

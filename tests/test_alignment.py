@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import threads
+from oracle import workers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch_geometric.data import Data
@@ -58,14 +58,13 @@ def test_every_tensor_is_aligned_and_the_same(
     assert all(torch.equal(whole[name], value) for name, value in data.to_dict().items()
                if isinstance(value, Tensor))  # fmt: skip
 
-    def worker() -> list[Tensor]:
-        part = pyg_sar.load_partition(tmp_path / "p", view="local")
-        shift = int(part.n_id[0]) if part.num_nodes else 0
-        assert torch.equal(part.value_0.clone(), data.value_0[part.n_id]), shift
-        return [part.value_0 * part.value_0.conj(), part.n_id]
+    def worker() -> Tensor:
+        part = pyg_sar.load_partition(tmp_path / "p")
+        assert torch.equal(part.value_0.full_tensor(), data.value_0)
+        return (part.value_0 * part.value_0.conj()).full_tensor()
 
-    for square, n_id in threads(worker, PARTS):
-        torch.testing.assert_close(square, data.value_0[n_id] * data.value_0[n_id].conj())
+    for square in workers(worker, PARTS):
+        torch.testing.assert_close(square, data.value_0 * data.value_0.conj())
 
 
 def test_aligned_tensors_are_mapped_not_copied(tmp_path: Path):

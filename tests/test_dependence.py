@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    apart,
     make_graph,
     node_losses,
-    threads,
+    workers,
 )
 from torch import Tensor
 from torch.nn import Linear, Parameter
@@ -34,6 +36,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.errors import DistributedIndexError
 
 WORLD = 3
 POLICIES = (
@@ -42,6 +45,9 @@ POLICIES = (
     SARPolicy(mode=2, prefetch=0, message_budget=BUDGET),
 )
 BYTES = 8  # float64
+BATCHES = 4
+EXTREMA = ("source", "constant weight", "difference")
+CONSTANTS = ("edge_weight", "edge_attr")
 
 
 @pytest.fixture(scope="module")
@@ -155,89 +161,80 @@ ESCAPES: dict[str, Fn] = {
 }  # fmt: skip
 
 
-def counts(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
-    """Two passes, counted; messages are counted by a hook."""
-    comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
-    calls = [0]
-    layer.register_message_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    backward_calls = 0
-    with pyg_sar.Ledger(comm) as ledger:
-        for _ in range(2):
-            x = data.x.clone().requires_grad_()
-            out = layer(x, data.edge_index, data.edge_weight, data.edge_attr)
-            before = calls[0]
-            pyg_sar.mean(node_losses(out, data.n_id)).backward()
-            backward_calls += calls[0] - before
-    halo = data.edge_index.plan.num_halo * CHANNELS * BYTES
-    return {
-        "refetches": ledger.received_bytes(kind="refetch") / (2 * halo),
-        "fetches": ledger.received_bytes(kind="fetch") / (2 * halo),
-        "gradients": ledger.sent_bytes(kind="gradient") / (2 * halo),
-        "recomputes": ledger.events("recompute") / 2,
-        "backward calls": backward_calls,
-        "analyses": ledger.events("analysis"),
-    }
+# (name, message, aggregation, whether mode 1 fetches rows again, and computes messages again)
+CASES: list[tuple[str, Fn, str, bool, bool]] = [
+    *((n, fn, aggr, False, False) for n, fn in LIGHT.items() for aggr in ("sum", "mean")),
+    *((n, fn, "sum", False, True) for n, fn in HEAVY.items()),
+    *((n, fn, "sum", True, True) for n, fn in VALUES.items()),
+    *((n, LIGHT[n], aggr, True, True) for n in EXTREMA for aggr in ("max", "min")),
+]
 
 
-def check(
-    name: str, fn: Fn, graph: Data, root: Path, aggr: str, refetch: bool, recompute: bool
-) -> None:
-    layer = Formula(fn, aggr).double()
+def counts(root: Path, layers: list[MessagePassing]) -> list[dict[str, Any]]:
+    """Two passes of each layer by each policy, counted; a hook counts the messages."""
+    data = pyg_sar.load_partition(root)
+    halo = data.edge_index.to_local().plan.num_halo * CHANNELS * BYTES
+    found = []
+    for layer, policy in product(layers, POLICIES):
+        layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
+        calls: list[Any] = []
+        layer.register_message_forward_pre_hook(lambda *_, calls=calls: calls.append(0))
+        backward_calls = 0
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+            for _ in range(2):
+                x = data.x.clone().requires_grad_()
+                out = layer(x, data.edge_index, data.edge_weight, data.edge_attr)
+                before = len(calls)
+                node_losses(out).mean().backward()
+                backward_calls += len(calls) - before
+        found.append(
+            {
+                "refetches": ledger.received_bytes(kind="refetch") / (2 * halo),
+                "fetches": ledger.received_bytes(kind="fetch") / (2 * halo),
+                "gradients": ledger.sent_bytes(kind="gradient") / (2 * halo),
+                "recomputes": ledger.events("recompute") / 2,
+                "computed in the backward pass": backward_calls > 0,
+                "analyses": ledger.events("analysis"),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_what_is_fetched_and_computed_again(batch: int, graph: Data, root: Path):
+    cases = CASES[batch::BATCHES]
+    layers = [Formula(fn, aggr).double() for _, fn, aggr, _, _ in cases]
     sweep = Sweep(WORLD)
-    constants = ("edge_weight", "edge_attr")
-    sweep.add(name, Job(layer, root, (), POLICIES, constants), graph)
+    for (name, _, aggr, _, _), layer in zip(cases, layers, strict=True):
+        sweep.add(f"{name}, {aggr}", Job(layer, root, (), POLICIES, CONSTANTS), graph)
     sweep.check()
-    for policy in POLICIES:
-        for found in threads(counts, WORLD, root, layer, policy):
+    with apart():
+        results = workers(counts, WORLD, root, layers)
+    for found in results:
+        for (case, policy), one in zip(product(cases, POLICIES), found, strict=True):
+            name, _, aggr, refetch, recompute = case
             again = policy.mode == 1
-            assert found["fetches"] == 1, found
-            assert found["gradients"] == 1, found
-            assert found["refetches"] == float(refetch and again), found
-            assert found["recomputes"] == float(recompute and again), found
-            assert (found["backward calls"] > 0) == (recompute and again), found
-            assert found["analyses"] == 1, found
+            assert one == {
+                "refetches": float(refetch and again),
+                "fetches": 1,
+                "gradients": 1,
+                "recomputes": float(recompute and again),
+                "computed in the backward pass": recompute and again,
+                "analyses": 1,
+            }, (name, aggr, policy)
 
 
-@pytest.mark.parametrize("aggr", ["sum", "mean"])
-@pytest.mark.parametrize("name", LIGHT)
-def test_case_1_neither_fetched_nor_computed_again(name: str, aggr: str, graph: Data, root: Path):
-    check(name, LIGHT[name], graph, root, aggr, refetch=False, recompute=False)
-
-
-@pytest.mark.parametrize("name", HEAVY)
-def test_case_1_computed_again_without_values(name: str, graph: Data, root: Path):
-    check(name, HEAVY[name], graph, root, "sum", refetch=False, recompute=True)
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_case_2_fetched_again(name: str, graph: Data, root: Path):
-    check(name, VALUES[name], graph, root, "sum", refetch=True, recompute=True)
-
-
-@pytest.mark.parametrize("name", ESCAPES)
-def test_values_that_escape_are_refused(name: str, root: Path):
+def test_values_that_escape_are_refused(root: Path):
     """Nobody sees whether each edge's values come back to it alone."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        for mode in (1, 2, 3):
-            layer = pyg_sar.distribute(
-                Formula(ESCAPES[name]).double(), SARPolicy(mode=mode), view="local"
-            )
-            with pytest.raises(
-                pyg_sar.errors.DistributedIndexError, match="hands values of its edges"
-            ):
+        data = pyg_sar.load_partition(root)
+        for fn, mode in product(ESCAPES.values(), (1, 2, 3)):
+            layer = pyg_sar.distribute(Formula(fn).double(), SARPolicy(mode=mode))
+            with pytest.raises(DistributedIndexError, match="hands values of its edges"):
                 layer(data.x, data.edge_index, data.edge_weight, data.edge_attr)
 
-    threads(worker, WORLD)
-
-
-@pytest.mark.parametrize("aggr", ["max", "min"])
-@pytest.mark.parametrize("name", ["source", "constant weight", "difference"])
-def test_case_2_maxima_need_values(name: str, aggr: str, graph: Data, root: Path):
-    check(name, LIGHT[name], graph, root, aggr, refetch=True, recompute=True)
+    workers(worker, WORLD)
 
 
 def test_learned_weights_are_case_2(graph: Data, root: Path):
@@ -245,20 +242,22 @@ def test_learned_weights_are_case_2(graph: Data, root: Path):
 
     def worker(learned: bool) -> dict[str, Any]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double(), view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double())
         x = data.x.clone().requires_grad_()
         weight = data.edge_weight.clone().requires_grad_(learned)
         with pyg_sar.Ledger(comm) as ledger:
             layer(x, data.edge_index, weight).sum().backward()
-        halo = data.edge_index.plan.num_halo * OUT * BYTES  # rows are mapped first
+        halo = data.edge_index.to_local().plan.num_halo * OUT * BYTES  # rows are mapped first
         return {
             "refetches": ledger.received_bytes(kind="refetch") / halo,
             "recomputes": ledger.events("recompute"),
         }
 
-    assert threads(worker, WORLD, False) == [{"refetches": 0, "recomputes": 0}] * WORLD
-    assert threads(worker, WORLD, True) == [{"refetches": 1, "recomputes": 1}] * WORLD
+    for learned in (False, True):
+        with apart():
+            found = workers(worker, WORLD, learned)
+        assert found == [{"refetches": int(learned), "recomputes": int(learned)}] * WORLD
 
 
 FIRST: dict[str, Callable[[], MessagePassing]] = {
@@ -269,52 +268,45 @@ FIRST: dict[str, Callable[[], MessagePassing]] = {
 }
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
-@pytest.mark.parametrize("name", FIRST)
-def test_first_layer_needs_nothing_in_backward(name: str, mode: int, root: Path):
+def test_first_layer_needs_nothing_in_backward(root: Path):
     """Raw features need no gradient: no traffic, no message and nothing kept for it."""
-    layer = FIRST[name]().double()
 
-    def worker() -> Any:
-        comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode), view="local")
-        with pyg_sar.Ledger(comm) as ledger:
-            out = mine(data.x, data.edge_index)
-            held = ledger.resident_rows()
-            if out.requires_grad:
-                out.sum().backward()
-        kinds = ("fetch", "refetch", "gradient", "reduce")
-        backward = sum(ledger.received_bytes(phase="backward", kind=kind) for kind in kinds)
-        return backward, ledger.events("recompute"), held if mode != 3 else 0
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for (name, make), mode in product(FIRST.items(), (1, 2, 3)):
+            layer = pyg_sar.distribute(make().double(), SARPolicy(mode=mode))
+            with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+                out = layer(data.x, data.edge_index)
+                assert mode == 3 or ledger.resident_rows() == 0
+                if out.requires_grad:
+                    out.sum().backward()
+            kinds = ("fetch", "refetch", "gradient", "reduce")
+            backward = sum(ledger.received_bytes(phase="backward", kind=kind) for kind in kinds)
+            assert (backward, ledger.events("recompute")) == (0, 0), (name, mode)
 
-    assert threads(worker, WORLD) == [(0, 0, 0)] * WORLD
+    with apart():
+        workers(worker, WORLD)
 
 
-@pytest.mark.parametrize("mode", [1, 2])
-def test_parameters_of_the_message_need_values_of_raw_features(mode: int, graph: Data, root: Path):
+def test_parameters_of_the_message_need_values_of_raw_features(root: Path):
     """No gradient goes to raw features, but a learned map of them needs them again."""
 
-    def worker() -> Any:
-        comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        layer = Formula(VALUES["learned map"]).double()
-        mine = pyg_sar.distribute(layer, SARPolicy(mode=mode), view="local")
-        with pyg_sar.Ledger(comm) as ledger:
-            out = mine(data.x, data.edge_index, data.edge_weight, data.edge_attr)
-            pyg_sar.mean(node_losses(out, data.n_id)).backward()
-        halo = data.edge_index.plan.num_halo * CHANNELS * BYTES
-        shares = {
-            kind: ledger.received_bytes(kind=kind) / halo
-            for kind in ("fetch", "refetch", "gradient")
-        }
-        return shares, layer.lin.weight.grad
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        halo = data.edge_index.to_local().plan.num_halo * CHANNELS * BYTES
+        for mode in (1, 2):
+            layer = Formula(VALUES["learned map"]).double()
+            mine = pyg_sar.distribute(layer, SARPolicy(mode=mode))
+            with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+                out = mine(data.x, data.edge_index, data.edge_weight, data.edge_attr)
+                node_losses(out).mean().backward()
+            for kind, share in {"fetch": 1, "refetch": mode == 1, "gradient": 0}.items():
+                assert ledger.received_bytes(kind=kind) == share * halo, (mode, kind)
+            gradient = layer.lin.weight.grad
+            assert gradient is not None and gradient.abs().max() > 0
 
-    torch.manual_seed(0)
-    expected = {"fetch": 1, "refetch": float(mode == 1), "gradient": 0}
-    for shares, gradient in threads(worker, WORLD):
-        assert shares == expected
-        assert gradient is not None and gradient.abs().max() > 0
+    with apart():
+        workers(worker, WORLD)
 
 
 def test_workers_agree_where_some_see_no_edges(tmp_path: Path):
@@ -324,8 +316,7 @@ def test_workers_agree_where_some_see_no_edges(tmp_path: Path):
     root = Partitions(tmp_path)(data, WORLD, part)
     for name, fn in (("mask", VALUES["mask"]), ("source", LIGHT["source"])):
         sweep = Sweep(WORLD)
-        constants = ("edge_weight", "edge_attr")
-        sweep.add(name, Job(Formula(fn).double(), root, (), POLICIES, constants), data)
+        sweep.add(name, Job(Formula(fn).double(), root, (), POLICIES, CONSTANTS), data)
         sweep.check()
 
 
@@ -334,8 +325,8 @@ def test_analysis_follows_what_changes(graph: Data, root: Path):
 
     def worker() -> list[int]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(Formula(VALUES["learned scale"]).double(), view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(Formula(VALUES["learned scale"]).double())
         refetched = []
 
         def run() -> None:
@@ -352,7 +343,8 @@ def test_analysis_follows_what_changes(graph: Data, root: Path):
         run()
         return refetched
 
-    assert threads(worker, WORLD) == [[1, 0, 1]] * WORLD
+    with apart():
+        assert workers(worker, WORLD) == [[1, 0, 1]] * WORLD
 
 
 def test_a_message_that_changes_its_mind(graph: Data, root: Path):
@@ -374,24 +366,24 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
     plain = Switched().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(copy.deepcopy(plain), POLICIES[1], view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(copy.deepcopy(plain), POLICIES[1])
         gradients = []
         for nonlinear in (False, True):
             layer.nonlinear = nonlinear
             x = data.x.clone().requires_grad_()
             layer(x, data.edge_index, data.edge_attr).square().sum().backward()
-            gradients.append(x.grad)
-        return data.n_id, gradients
+            gradients.append(x.grad.full_tensor())
+        return gradients
 
-    workers = threads(worker, WORLD)
+    found = workers(worker, WORLD)
     for step, nonlinear in enumerate((False, True)):
         plain.nonlinear = nonlinear
         x = graph.x.clone().requires_grad_()
         plain(x, graph.edge_index, graph.edge_attr).square().sum().backward()
         assert x.grad is not None
-        for n_id, gradients in workers:
-            assert torch.allclose(gradients[step], x.grad[n_id], rtol=1e-10, atol=1e-12)
+        for gradients in found:
+            assert torch.allclose(gradients[step], x.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> None:
@@ -402,12 +394,13 @@ def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> 
     data.edge_type = torch.tensor([0, 2])
     del data.edge_attr, data.edge_weight
     plain = gnn.RGATConv(CHANNELS, 4, 3, num_bases=2, mod="additive").double()
-    x, y = (data.x.clone().requires_grad_() for _ in range(2))
+    x = data.x.clone().requires_grad_()
     expected = plain(x, data.edge_index, data.edge_type)
     expected.square().sum().backward()
     pyg_sar.write_partitions(data, 1, tmp_path / "parts", "random")
-    part = pyg_sar.load_partition(tmp_path / "parts", view="local")
-    out = pyg_sar.distribute(copy.deepcopy(plain), view="local")(y, part.edge_index, part.edge_type)
+    part = pyg_sar.load_partition(tmp_path / "parts")
+    y = part.x.clone().requires_grad_()
+    out = pyg_sar.distribute(copy.deepcopy(plain))(y, part.edge_index, part.edge_type)
     out.square().sum().backward()
-    assert torch.allclose(out, expected, rtol=1e-10)
-    assert torch.allclose(y.grad, x.grad, rtol=1e-10)
+    assert torch.allclose(out.full_tensor(), expected, rtol=1e-10)
+    assert torch.allclose(y.grad.full_tensor(), x.grad, rtol=1e-10)

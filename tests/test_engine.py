@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Partitions, apart, assemble, make_graph, threads
+from oracle import CHANNELS, OUT, Partitions, apart, make_graph, workers
 from test_pushed import stars
 from torch import Tensor
 from torch_geometric import nn as gnn
@@ -86,19 +87,32 @@ class Backward(Pass):
         return self.returned
 
 
-def squares(root: Path, covered: bool) -> tuple[Tensor, Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root, view="local")
-    split = split_edges(data.edge_index, SUMS, SUMS) if covered else None
-    schedule = by_shards(shards_of(data.edge_index), split, split)
-    x = data.x.requires_grad_()
+def squares(root: Path, covered: bool) -> tuple[Tensor, Tensor, int]:
+    data = pyg_sar.load_partition(root)
+    edges = data.edge_index.to_local()
+    split = split_edges(edges, SUMS, SUMS) if covered else None
+    schedule = by_shards(shards_of(edges), split, split)
+    x = data.x.to_local().requires_grad_()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         (out,) = run(Squares(schedule), [x], record=True)
         out.square().sum().backward()
-    return data.n_id, out.detach(), x.grad, ledger.received_bytes(layer="squares")
+    return *whole(data, out, x.grad), ledger.received_bytes(layer="squares")
+
+
+def whole(data: Any, *rows: Tensor) -> list[Tensor]:
+    """All workers' rows of each tensor, on every worker."""
+    return [pyg_sar.from_local(one.detach(), data).full_tensor() for one in rows]
 
 
 def summed(x: Tensor, edge_index: Tensor) -> Tensor:
     return scatter(x[edge_index[0]], edge_index[1], 0, x.size(0), reduce="sum")
+
+
+def check(found: list[tuple[Tensor, Tensor, int]], out: Tensor, gradient: Tensor) -> None:
+    """Compares what all workers found with one process."""
+    for each in found:
+        for one, right in zip(each, (out, gradient), strict=False):
+            assert torch.allclose(one, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -111,15 +125,10 @@ def test_a_kernel_of_ones_own(near: bool, tmp_path: Path) -> None:
     expected.square().sum().backward()
     counts = []
     for covered in (False, True):
-        if near:
-            workers = threads(squares, WORLD, root, covered)
-        else:
-            with apart():
-                workers = threads(squares, WORLD, root, covered)
-        for k, right in ((1, expected), (2, x.grad)):
-            found = assemble([(worker[0], worker[k]) for worker in workers], data.num_nodes)
-            assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
-        counts.append(sum(worker[3] for worker in workers))
+        with nullcontext() if near else apart():
+            found = workers(squares, WORLD, root, covered)
+        check(found, expected, x.grad)
+        counts.append(sum(fetched for *_, fetched in found))
     assert counts[1] < counts[0]  # a cover takes fewer rows
 
 
@@ -159,23 +168,25 @@ class FileSource(RowSource):
         return UnitRows([torch.from_numpy(self._file[self._rows.ids[unit].numpy()])])
 
 
-def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root, view="local")
-    plan, shards = data.edge_index.plan, shards_of(data.edge_index)
-    own = HaloSource(plan, [data.n_id], Travel(("", "", "plan"), 0))
+def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, int]:
+    data = pyg_sar.load_partition(root)
+    edges = data.edge_index.to_local()
+    plan, shards = edges.plan, shards_of(edges)
+    mine = (data.x[:, 0] * 0 + torch.arange(data.num_nodes)).long().to_local()
+    own = HaloSource(plan, [mine], Travel(("", "", "plan"), 0))
     ids = [own.open(unit).tensors[0].clone() for unit in range(plan.world_size)]
     own.finish()
     ours = by_shards(shards)
     (stage,) = ours.forward
     mapped = Stage(FileRows(stage.exchange, plan, file, ids), stage.blocks)
     schedule = Schedule(plan, shards.in_degree, (mapped,), ours.backward)
-    x = data.x.requires_grad_()
+    x = data.x.to_local().requires_grad_()
     kernel = Sums("sums", "sums of rows", 1, Wire(), ("sum",), False, schedule)
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         (out,) = run(kernel, [x], record=True)
         out.square().sum().backward()
     fetched = ledger.received_bytes(layer="sums", kind="fetch")
-    return data.n_id, out.detach(), x.grad, fetched
+    return *whole(data, out, x.grad), fetched
 
 
 def test_a_row_source_over_a_file(tmp_path: Path) -> None:
@@ -186,11 +197,9 @@ def test_a_row_source_over_a_file(tmp_path: Path) -> None:
     x = data.x.clone().requires_grad_()
     expected = summed(x, data.edge_index)
     expected.square().sum().backward()
-    workers = threads(from_a_file, WORLD, root, file)
-    for k, right in ((1, expected), (2, x.grad)):
-        found = assemble([(worker[0], worker[k]) for worker in workers], data.num_nodes)
-        assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
-    assert [worker[3] for worker in workers] == [0] * WORLD
+    found = workers(from_a_file, WORLD, root, file)
+    check(found, expected, x.grad)
+    assert [fetched for *_, fetched in found] == [0] * WORLD
 
 
 # What is left ################################################################
@@ -198,8 +207,8 @@ def test_a_row_source_over_a_file(tmp_path: Path) -> None:
 
 def left_over(root: Path, name: str) -> int:
     """Objects in reference cycles after a step, which the collector alone would free."""
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(LAYERS[name]().double(), view="local")
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(LAYERS[name]().double())
     x = data.x.requires_grad_()
     for _ in range(2):
         layer(x, data.edge_index).sum().backward()

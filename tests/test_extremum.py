@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, MESSAGES, OUT, Job, Partitions, Sweep, make_graph, threads
+from oracle import (
+    CHANNELS,
+    MESSAGES,
+    OUT,
+    Job,
+    Partitions,
+    Sweep,
+    apart,
+    make_graph,
+    whole,
+    workers,
+)
 from test_ops import problem
 from torch import Tensor
 from torch_geometric import nn as gnn
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing, SimpleConv, global_max_pool
 
 import pyg_sar
@@ -189,24 +201,25 @@ def test_layers_are_exact(world: int, ties: bool, partitions: Partitions):
     sweep.check()
 
 
-def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Plain(aggr), policy, view="local")
-    x = data.x.requires_grad_()
-    layer(x, data.edge_index)  # is analysed
-    MESSAGES.rows.clear()
-    layer(x, data.edge_index).square().sum().backward()
-    return MESSAGES.rows.copy(), data.edge_index.size(1)
-
-
-@pytest.mark.parametrize("aggr", ["max", ["sum", "min"]])
-def test_no_message_is_materialized(aggr: Any, partitions: Partitions, kernels: None):
+def rows_of_messages(root: Path) -> None:
     """One edge is tried; mode 2 keeps what graphs of messages need."""
-    root = partitions(make_graph(), 3, "random")
-    for rows, _ in threads(rows_of_messages, 3, root, SARPolicy(), aggr):
-        assert rows == [1]
-    for rows, edges in threads(rows_of_messages, 3, root, SARPolicy(mode=2), aggr):
-        assert sum(rows) == edges
+    data = pyg_sar.load_partition(root)
+    edges, x = data.edge_index.to_local().size(1), data.x.requires_grad_()
+    for aggr in ("max", ["sum", "min"]):
+        for mode in (1, 2):
+            layer = pyg_sar.distribute(Plain(aggr), SARPolicy(mode=mode))
+            layer(x, data.edge_index)  # is analysed
+            MESSAGES.rows.clear()
+            layer(x, data.edge_index).square().sum().backward()
+            if mode == 1:
+                assert MESSAGES.rows == [1], aggr
+            else:
+                assert sum(MESSAGES.rows) == edges, aggr
+
+
+def test_no_message_is_materialized(partitions: Partitions, kernels: None):
+    with apart():
+        workers(rows_of_messages, 3, partitions(make_graph(), 3, "random"))
 
 
 WHOLE = (
@@ -232,13 +245,13 @@ def test_integers(partitions: Partitions):
     expected = [layer(values, data.edge_index) for layer in layers]
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(root, view="local")
-        mine = [pyg_sar.distribute(SimpleConv(aggr=aggr), view="local") for aggr in ("max", "min")]
-        return part.n_id, [layer(part.y.view(-1, 1) - 1, part.edge_index) for layer in mine]
+        part = pyg_sar.load_partition(root)
+        mine = [pyg_sar.distribute(SimpleConv(aggr=aggr)) for aggr in ("max", "min")]
+        found = [layer(part.y.view(-1, 1) - 1, part.edge_index) for layer in mine]
+        return [out.full_tensor() for out in found]
 
-    for n_id, found in threads(worker, 2):
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other[n_id])
+    for found in workers(worker, 2):
+        assert all(map(torch.equal, found, expected))
 
 
 def test_nan_and_infinite_features_as_in_one_process(tmp_path: Path):
@@ -257,36 +270,32 @@ def test_nan_and_infinite_features_as_in_one_process(tmp_path: Path):
         expected[aggr] = out.detach(), x.grad
 
     def worker() -> None:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        part = pyg_sar.load_partition(tmp_path / "parts")
         for policy in WHOLE:
             for aggr, (out, gradient) in expected.items():
-                layer = pyg_sar.distribute(SimpleConv(aggr), policy, view="local")
+                layer = pyg_sar.distribute(SimpleConv(aggr), policy)
                 x = part.x.clone().requires_grad_()
                 found = layer(x, part.edge_index)
                 (found * weight).sum().backward()
-                assert same(found.detach(), out[part.n_id]), (aggr, policy)
-                assert x.grad is not None and same(x.grad, gradient[part.n_id]), (aggr, policy)
+                assert same(found.full_tensor().detach(), out), (aggr, policy)
+                assert same(x.grad.full_tensor(), gradient), (aggr, policy)
 
-    threads(worker, 3)
+    workers(worker, 3)
 
 
-def test_nan_in_a_readout_as_in_one_process():
+def test_nan_in_a_readout_as_in_one_process(tmp_path: Path):
     x = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [5.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
-    batch = torch.tensor([0, 0, 1, 1])
-    whole = x.clone().requires_grad_()
-    right = global_max_pool(whole, batch)
-    (right * torch.tensor([1.0, 2.0])).sum().backward()
+    data = Data(x=x, batch=torch.tensor([0, 0, 1, 1]), edge_index=torch.tensor([[0], [1]]))
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.tensor([0, 1, 0, 1]))
 
-    def worker() -> None:
-        rows = slice(pyg_sar.comm.current().rank, None, 2)
-        mine = x[rows].clone().requires_grad_()
-        out = pyg_sar.nn.global_max_pool(mine, pyg_sar.space.dist_batch(batch[rows]))
-        (out * torch.tensor([1.0, 2.0])).sum().div(2).backward()  # of two copies
-        assert same(out.detach(), right.detach())
-        assert mine.grad is not None and whole.grad is not None
-        assert same(mine.grad, whole.grad[rows])
+    def run(data: Data) -> list[Tensor]:
+        x = data.x.clone().requires_grad_()
+        out = global_max_pool(x, data.batch)
+        (out * torch.tensor([1.0, 2.0])).sum().backward()
+        return [whole(out.detach()), whole(x.grad)]
 
-    threads(worker, 2)
+    for found in workers(lambda: run(pyg_sar.load_partition(tmp_path / "parts")), 2):
+        assert all(map(same, found, run(data)))
 
 
 def test_a_backend_that_loses_nan():

@@ -12,7 +12,6 @@ import random
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
-from oracle import make_graph, threads
+from oracle import make_graph, parts, whole
 from safetensors.torch import load, save_file
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -220,13 +219,21 @@ def other_metadata(content: dict[str, Any], rng: random.Random) -> str:
 
 
 Original = tuple[BaseData, list[BaseData]]
-"""The whole graph, and what each worker loads."""
+"""The whole graph, as it is read without workers, and as each of them has it."""
 
 
 def original_of(root: Path) -> Original:
-    return merge_partitions(root), threads(
-        partial(pyg_sar.load_partition, view="local"), WORLD, root
-    )
+    return merge_partitions(root), parts(gathered, WORLD, root)
+
+
+def gathered(root: Path) -> BaseData:
+    """What a worker loads, of which it gathers all rows."""
+    data = pyg_sar.load_partition(root)
+    for store in data.stores:
+        for name, value in list(store.items()):
+            some = isinstance(value, dict)
+            store[name] = {k: whole(v) for k, v in value.items()} if some else whole(value)
+    return data
 
 
 def write_part(root: Path, part: int, tensors: dict[str, Tensor]) -> None:
@@ -274,11 +281,11 @@ def loaded(root: Path, expected: list[BaseData], what: str) -> str:
 
     def worker() -> Any:
         try:
-            return pyg_sar.load_partition(root, view="local")
+            return gathered(root)
         except PartitionError as error:
             return str(error)
 
-    found = threads(worker, WORLD)
+    found = parts(worker, WORLD)
     if isinstance(found[0], str):
         assert len(set(found)) == 1, what
         return "refused"
@@ -372,10 +379,10 @@ def test_other_rows_in_range_are_one_error_on_every_worker(name: str, tmp_path: 
 
     def worker() -> str:
         with pytest.raises(PartitionError, match=text) as caught:
-            pyg_sar.load_partition(tmp_path / "parts", view="local")
+            pyg_sar.load_partition(tmp_path / "parts")
         return str(caught.value)
 
-    assert len(set(threads(worker, WORLD))) == 1
+    assert len(set(parts(worker, WORLD))) == 1
 
 
 LISTS: dict[str, tuple[int, str, Any, str]] = {
@@ -431,4 +438,4 @@ def test_features_of_another_dtype_are_named(tmp_path: Path):
     row = storage._write_part(tmp_path / "parts", tensors, 0, 1)
     storage._write_metadata(tmp_path / "parts", {**metadata_of(tmp_path / "parts"), "parts": [row]})
     with pytest.raises(PartitionError, match=r"'node.x' of '.*part-00000.*int64.*float64"):
-        pyg_sar.load_partition(tmp_path / "parts", view="local")
+        pyg_sar.load_partition(tmp_path / "parts")

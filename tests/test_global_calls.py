@@ -481,6 +481,35 @@ def test_layers_join_in_the_same_order_where_a_number_was_anothers() -> None:
 # Out and back ##################################################################
 
 
+def written_after(write: Callable[[Tensor], Any]) -> Case:
+    def case(data: Data, converted: Converted) -> Any:
+        """Whether a backward pass says that what it needs was written."""
+        net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU())
+        out = converted(gnn.GINConv(net))(data.x, data.edge_index)
+        write(out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    return case
+
+
+def constant_written(data: Data, converted: Converted) -> Any:
+    """Weights of edges that are written, as what layers keep of them must notice."""
+    layer, weight = converted(gnn.GCNConv(6, 4)), data.edge_index[0].double() + 1
+    outs = [layer(data.x, data.edge_index, weight)]
+    for part in (weight, weight.view(-1, 1)[:, 0], weight.data, weight.detach()):
+        part.mul_(part + 1)
+        outs.append(layer(data.x, data.edge_index, weight))
+        outs.append(layer(data.x, data.edge_index, part))
+    return outs
+
+
+def test_what_layers_keep_of_a_tensor_knows_of_writes(tmp_path: Path) -> None:
+    """As PyTorch's versions do: of a result's, of a view's, of a constant's."""
+    writes = [lambda out: out.mul_(2), lambda out: out[:, :2].add_(1), lambda out: out[3].zero_()]
+    equal(tmp_path, constant_written, *map(written_after, writes))
+
+
 def rows_out_and_back(data: Data, converted: Converted) -> Any:
     """A function of each row and one of each edge; then all rows on every worker."""
     conv = converted(gnn.GINEConv(torch.nn.Linear(6, 6), edge_dim=6))
@@ -519,3 +548,71 @@ def test_from_local_says_what_it_takes(tmp_path: Path) -> None:
 
     texts = pyg_sar.launch(work, 1, parts=1)[0]
     assert "plain tensor" in texts[0] and "20 of 20 rows" in texts[1] and "int" in texts[2]
+
+
+# One message of gradients ######################################################
+
+
+class Own(gnn.MessagePassing):
+    """A layer as users write them: with maps in its ``forward`` and ``update``."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.before = gnn.Linear(6, 6, bias=False)
+        self.after = torch.nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.before(x))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j.tanh()
+
+    def update(self, aggr_out: Tensor) -> Tensor:
+        return self.after(aggr_out)
+
+
+class Parts(torch.nn.Module):
+    """Linear maps, a recurrent cell and layers beside each other; one weight is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.conv = torch.nn.Linear(6, 6), Own(), gnn.GCNConv(6, 6)
+        self.cell, self.head = torch.nn.GRUCell(6, 6), torch.nn.Linear(6, 3)
+        self.unused = torch.nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(self.first(x).relu())
+        h = self.cell(self.own(x, edge_index), self.conv(x, edge_index))
+        return self.head(h)
+
+
+def test_all_gradients_of_rowwise_maps_travel_in_one_message(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Parts().to(DOUBLE)
+
+    def steps(root: Path) -> tuple[list[Tensor | None], int, int]:
+        data, comm = pyg_sar.load_partition(root), pyg_sar.comm.current()
+        own = pyg_sar.distribute(copy.deepcopy(model))
+        for _ in range(3):  # What parameters are used is known after the first step.
+            own.zero_grad()
+            with pyg_sar.Ledger(comm) as ledger:
+                own(data.x, data.edge_index).square().sum().backward()
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.add_(0)
+        sums, total = ledger.sent_messages(kind="gradient sum"), ledger.sent_bytes()
+        return [p.grad for p in own.parameters()], sums, total
+
+    data = make_graph()
+    plain = copy.deepcopy(model)
+    plain(data.x, data.edge_index).square().sum().backward()
+    for world in (2, 3):
+        root = tmp_path / f"{world}"
+        pyg_sar.write_partitions(data, world, root, "random")
+        for found_here, sums, total in pyg_sar.launch(steps, world, root):
+            assert sums == 1
+            assert total < 8 * 64 * 64  # Nothing is sent for what no call uses.
+            for found, expected in zip(found_here, plain.parameters(), strict=True):
+                assert (found is None) == (expected.grad is None)
+                if found is not None:
+                    assert torch.allclose(found, expected.grad, rtol=1e-10, atol=1e-12)

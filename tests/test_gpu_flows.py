@@ -1,4 +1,4 @@
-"""What a user of GPUs does, against one process on the CPU: models, training, files, all views.
+"""What a user of GPUs does, against one process on the CPU: models, training, files.
 
 `make test-gpu` runs this on CUDA devices, and tests/test_pretended_gpu.py on one that isn't there.
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hetero_graphs import WIDTHS, make_hetero, random_parts
-from oracle import CHANNELS, CLASSES, EDGE_DIM, Partitions, make_graph
+from oracle import CHANNELS, CLASSES, EDGE_DIM, Partitions, make_graph, whole
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.nn import aggr
@@ -22,7 +22,6 @@ from torch_geometric.nn import aggr
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm import current, finalize
-from pyg_sar.space import dist_batch
 from pyg_sar.train import TrainConfig, load_checkpoint
 from pyg_sar.train.callbacks import CheckpointEvery
 
@@ -110,7 +109,7 @@ class Readout(torch.nn.Module):
         x = self.conv(x, edge_index, edge_attr=edge_attr)
         for norm in self.norms:
             x = norm(x).relu()
-        batch = dist_batch(torch.zeros(x.size(0), dtype=torch.long, device=x.device))
+        batch = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
         pooled = [pool(x, batch, dim_size=1) for pool in self.pools]
         return self.head(torch.cat([x, *(p.expand(x.size(0), -1) for p in pooled)], dim=-1))
 
@@ -143,34 +142,31 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
 }
 
 
-def steps(data: Any, model: Any, mean: Any, names: tuple[str, ...]) -> list[Tensor]:
-    """Losses of two steps, and the scores after them."""
+def steps(data: Any, model: Any, names: tuple[str, ...]) -> tuple[list[Tensor], Tensor]:
+    """Losses of two steps, and the accuracy after them; the scores."""
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=0.05) if parameters else None
     more, found = [data[name] for name in names], []
     for _ in range(2):
         out = model(data.x, data.edge_index, *more)
-        loss = mean(out.log_softmax(-1)[:, 0].square())
-        found.append(loss.detach())
+        loss = out.log_softmax(-1)[:, 0].square().mean()
+        found.append(loss.detach().cpu())
         if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return [*found, model(data.x, data.edge_index, *more).detach()]
+    scores = model(data.x, data.edge_index, *more).detach()
+    mask = data.train_mask
+    right = (scores.argmax(-1) == data.y)[mask].sum() / mask.sum()
+    return [*found, right.double().cpu()], whole(scores).cpu()
 
 
-def on_workers(root: Path, model: Any, names: tuple[str, ...], policy: SARPolicy) -> list[Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
+def on_workers(
+    root: Path, model: Any, names: tuple[str, ...], policy: SARPolicy
+) -> tuple[list[Tensor], Tensor]:
+    data: Any = pyg_sar.load_partition(root)
     assert data.x.is_cuda and data.edge_index.is_cuda
-    model = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
-    *losses, scores = steps(data, model, pyg_sar.mean, names)
-    accuracy = pyg_sar.accuracy(scores, data.y, data.train_mask)
-    gathered = pyg_sar.gather_nodes(scores, data)
-    whole = gathered if gathered is not None else scores[:0]
-    return [loss.cpu() for loss in losses] + [
-        torch.tensor(accuracy, dtype=torch.float64),
-        whole.cpu(),
-    ]
+    return steps(data, pyg_sar.distribute(copy.deepcopy(model), policy), names)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,13 +177,10 @@ def test_training_equals_one_process(way: str, root: Callable[[int], Path]):
         model = make().double()
         mode: Any = 1 + number % 3
         policy = SARPolicy(mode=mode, message_budget=600 if number % 2 else None)
-        *losses, scores = steps(data, copy.deepcopy(model), torch.mean, names)
-        right = scores[data.train_mask].argmax(-1) == data.y[data.train_mask]
-        found = WAYS[way](on_workers, root, model, names, policy)
-        for worker in found:
-            assert close(torch.stack(worker[:-2]), torch.stack(losses)), name
-            assert close(worker[-2], right.double().mean()), name
-        assert close(found[0][-1], scores), name
+        expected = steps(data, copy.deepcopy(model), names)
+        for numbers, scores in WAYS[way](on_workers, root, model, names, policy):
+            assert close(torch.stack(numbers), torch.stack(expected[0])), name
+            assert close(scores, expected[1]), name
 
 
 # Training, files, inference ###################################################
@@ -205,8 +198,8 @@ def trainer(model: Any, data: Any, path: Path, epochs: int) -> pyg_sar.Trainer:
 
 def trained(root: Path, path: Path, resume: bool) -> tuple[list[float], Tensor, Tensor]:
     """Losses; scores by the trained model; the same by the model of its checkpoint."""
-    data: Any = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(gcn(), view="local")
+    data: Any = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(gcn())
     training = trainer(model, data, path, 4)
     if resume:
         training.resume(path)
@@ -216,7 +209,7 @@ def trained(root: Path, path: Path, resume: bool) -> tuple[list[float], Tensor, 
     loaded = gcn()
     load_checkpoint(path, loaded)
     again = pyg_sar.infer(loaded, data)
-    return losses, pyg_sar.gather_nodes(scores, data), pyg_sar.gather_nodes(again, data)
+    return losses, whole(scores).cpu(), whole(again).cpu()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -233,7 +226,7 @@ def test_checkpoints_and_outputs_for_all_nodes(
             assert close(scores, expected, 1e-9), resume
 
 
-# The global view ##############################################################
+# All nodes together ############################################################
 
 
 class Centred(torch.nn.Module):
@@ -250,9 +243,9 @@ class Centred(torch.nn.Module):
         return self.second(x, edge_index)
 
 
-def in_the_global_view(root: Path, model: Any) -> tuple[list[float], Tensor, Tensor]:
-    data: Any = pyg_sar.load_partition(root, view="global")
-    model = pyg_sar.distribute(copy.deepcopy(model), view="global")
+def mixing_all_nodes(root: Path, model: Any) -> tuple[list[float], Tensor, Tensor]:
+    data: Any = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(model))
     drawn = torch.rand(5, device=current().device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
@@ -269,7 +262,7 @@ def in_the_global_view(root: Path, model: Any) -> tuple[list[float], Tensor, Ten
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
-def test_the_global_view(way: str, root: Callable[[int], Path]):
+def test_operators_that_mix_all_nodes(way: str, root: Callable[[int], Path]):
     data = make_graph()
     torch.manual_seed(0)
     model = Centred().double()
@@ -283,7 +276,7 @@ def test_the_global_view(way: str, root: Callable[[int], Path]):
         optimizer.step()
         expected.append(loss.item())
     expected.append(float((out.argmax(-1) == data.y).sum()))
-    found = WAYS[way](in_the_global_view, root, model)
+    found = WAYS[way](mixing_all_nodes, root, model)
     for losses, before, after in found:
         assert losses == pytest.approx(expected, rel=1e-10)
         # Which numbers a GPU draws is its own affair, but all workers draw the same.
@@ -294,11 +287,11 @@ def test_the_global_view(way: str, root: Callable[[int], Path]):
 # Node types, dropout, mixed precision #########################################
 
 
-def of_types(root: Path, model: Any) -> list[tuple[str, Tensor | None]]:
-    data: Any = pyg_sar.load_partition(root, view="local")
-    out = pyg_sar.distribute(copy.deepcopy(model), view="local")(data.x_dict, data.edge_index_dict)
-    sum(pyg_sar.mean(rows.square().sum(-1)) for rows in out.values()).backward()
-    return [(name, pyg_sar.gather_nodes(rows.detach(), data[name])) for name, rows in out.items()]
+def of_types(root: Path, model: Any) -> dict[str, Tensor]:
+    data: Any = pyg_sar.load_partition(root)
+    out = pyg_sar.distribute(copy.deepcopy(model))(data.x_dict, data.edge_index_dict)
+    sum(rows.square().sum(-1).mean() for rows in out.values()).backward()
+    return {name: whole(rows.detach()).cpu() for name, rows in out.items()}
 
 
 def test_node_types(tmp_path: Path):
@@ -316,22 +309,20 @@ def test_node_types(tmp_path: Path):
             )
         place = {"alone": "1", "two workers": "2"}.get(way, f"{PARTS} {way}")
         found = WAYS[way](of_types, lambda parts, at=place: tmp_path / at, model)
-        for name, rows in found[0]:
+        for name, rows in found[0].items():
             assert close(rows, expected[name]), (way, name)
 
 
 def with_dropout(root: Path, random: Any) -> tuple[list[Tensor], Tensor]:
     """Gradients of a GAT with dropout within its layers and between them, computed twice."""
-    data = pyg_sar.load_partition(root, view="local")
+    data: Any = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2, dropout=0.5).double()
-    model = pyg_sar.distribute(model, SARPolicy(random=random), view="local")
+    model = pyg_sar.distribute(model, SARPolicy(random=random))
     torch.manual_seed(5)
     out = model(data.x, data.edge_index)
-    pyg_sar.mean(out.square().sum(-1)).backward()
-    scores: Any = pyg_sar.gather_nodes(out.detach(), data)
-    gradients = [p.grad.cpu() for p in model.parameters()]
-    return gradients, torch.empty(0) if scores is None else scores.cpu()
+    out.square().sum(-1).mean().backward()
+    return [p.grad.cpu() for p in model.parameters()], whole(out.detach()).cpu()
 
 
 @pytest.mark.parametrize("random", ["same", "keyed"])
@@ -345,12 +336,12 @@ def test_dropout_is_that_of_any_number_of_workers(random: str, root: Callable[[i
 
 
 def in_half_precision(root: Path) -> tuple[list[Tensor], Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
+    data: Any = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2), view="local")
+    model = pyg_sar.distribute(gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2))
     with torch.autocast("cuda", torch.bfloat16):
         out = model(data.x.float(), data.edge_index)
-        loss = pyg_sar.mean(out.float().square().sum(-1))
+        loss = out.float().square().sum(-1).mean()
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
     return [p.grad.cpu() for p in model.parameters()], loss.detach().cpu()
@@ -377,14 +368,12 @@ def test_mixed_precision(root: Callable[[int], Path]):
 
 def most(root: Path) -> tuple[int, int]:
     """Bytes on the GPU at most while a deep model trains, and those moved to the host."""
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(
-        gnn.GraphSAGE(CHANNELS, 64, 6, CLASSES, norm="BatchNorm").double(), view="local"
-    )
+    data: Any = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 32, 6, CLASSES, norm="BatchNorm").double())
     optimizer = torch.optim.Adam(model.parameters())
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        pyg_sar.mean(model(data.x, data.edge_index).square().sum(-1)).backward()
+        model(data.x, data.edge_index).square().sum(-1).mean().backward()
         optimizer.step()
     host: Any = current().host
     moved = 0 if host.store is None else host.store.counters()["bytes_written"]
@@ -392,7 +381,7 @@ def most(root: Path) -> tuple[int, int]:
 
 
 def test_parts_that_wait_take_no_memory_of_the_gpu(tmp_path: Path):
-    pyg_sar.write_partitions(make_graph(600, 2400), 6, tmp_path, "random")
+    pyg_sar.write_partitions(make_graph(2400, 9600), 6, tmp_path, "random")
     (held, nothing), (waiting, moved) = (
         max(hosted(most, tmp_path, parts=6, store=store)) for store in (None, "pinned")
     )

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from oracle import threads
+from oracle import workers
 from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.space.node_rows import node_rows, plain_rows
 
 SOURCES = 5000
 AGGREGATIONS = ("mean", "var", "max", "min")
@@ -50,53 +48,57 @@ def expected(aggr: str) -> tuple[Tensor, Tensor]:
     return out[0].detach(), x.grad
 
 
+def half(root: Path, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for aggr in AGGREGATIONS:
+        for policy in POLICIES:
+            layer = pyg_sar.distribute(gnn.SimpleConv(aggr), policy)
+            x = data.x.to(dtype).requires_grad_()
+            first = layer(x, data.edge_index)[0]
+            (4096 * first.sum()).backward()
+            found.append((first.detach().double(), x.grad.full_tensor().double()))
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_degrees_and_ties_of_half_precision(dtype: torch.dtype, root: Path):
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        found = []
+    close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3}
+    for found in workers(half, 2, root, dtype):
+        results = iter(found)
         for aggr in AGGREGATIONS:
+            row, gradient = expected(aggr)
             for policy in POLICIES:
-                layer = pyg_sar.distribute(gnn.SimpleConv(aggr), policy, view="local")
-                x = data.x.to(dtype).requires_grad_()
-                out = layer(x, data.edge_index)
-                first = out[data.n_id == 0].double()
-                (4096 * out[data.n_id == 0].sum()).backward()
-                found.append((first.detach(), data.n_id, x.grad.double()))
-        return found
+                out, grad = next(results)
+                assert torch.allclose(out, row, **close), (aggr, policy, out, row)
+                assert torch.allclose(grad, gradient, **close), (aggr, policy)
 
-    results = iter(zip(*threads(worker, 2), strict=True))
-    for aggr in AGGREGATIONS:
-        row, gradient = expected(aggr)
-        for policy in POLICIES:
-            workers = next(results)
-            out = torch.cat([first for first, _, _ in workers])[0]
-            close = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-3}
-            assert torch.allclose(out, row, **close), (aggr, policy, out, row)
-            for _, n_id, found in workers:
-                assert torch.allclose(found, gradient[n_id], **close), (aggr, policy)
+
+def means(root: Path, dtype: torch.dtype) -> list[list[float]]:
+    """Readouts, their layers, and a mean over nodes, as of a summary or of HAN's attention."""
+    data = pyg_sar.load_partition(root)
+    x, batch = data.x.to(dtype), data.batch
+    mean, several = gnn.MeanAggregation(), gnn.MultiAggregation(["mean", "std"])
+    for layer in (mean, several):
+        pyg_sar.distribute(layer)
+    found = [
+        gnn.global_mean_pool(x, None),
+        gnn.global_mean_pool(x, batch),
+        mean(x, batch),
+        several(x, batch)[:, :1],
+        several(x, batch)[:, 1:] + 1,
+        x.mean(dim=0),
+    ]
+    assert all(value.dtype == dtype for value in found)
+    return [value.double().flatten().tolist() for value in found]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_nodes_of_half_precision(dtype: torch.dtype):
-    """Means over 70,000 nodes: readouts, a summary's mean, and HAN's semantic attention."""
-    nodes = 35_000
-
-    def worker() -> Any:
-        rank = pyg_sar.comm.current().rank
-        x = torch.full((nodes, 1), 1.0 + 2 * rank, dtype=dtype)
-        batch = pyg_sar.space.dist_batch(torch.zeros(nodes, dtype=torch.long))
-        mean = pyg_sar.distribute(gnn.MeanAggregation(), view="local")
-        several = pyg_sar.distribute(gnn.MultiAggregation(["mean", "std"]), view="local")
-        found = [
-            pyg_sar.nn.global_mean_pool(x),
-            pyg_sar.nn.global_mean_pool(x, batch),
-            mean(x, batch),
-            several(x, batch)[:, :1],
-            several(x, batch)[:, 1:] + 1,
-            plain_rows(node_rows(x).mean(dim=0)),
-        ]
-        assert all(value.dtype == dtype for value in found)
-        return [float(value) for value in found]
-
-    assert threads(worker, 2) == [[2.0] * 6] * 2
+def test_nodes_of_half_precision(dtype: torch.dtype, tmp_path: Path):
+    """Means over 70,000 nodes, and over 10,000 of a graph, whose sums float16 has."""
+    part = torch.arange(70_000) % 2
+    data = Data(x=1.0 + 2 * part.view(-1, 1), edge_index=torch.empty(2, 0, dtype=torch.long))
+    data.batch = torch.arange(70_000) // 10_000
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", part)
+    graphs = [[2.0] * 7] * 4
+    assert workers(means, 2, tmp_path / "parts", dtype) == [[[2.0], *graphs, [2.0]]] * 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hetero_graphs import EDGES, SIZES, make_hetero, random_parts
-from oracle import threads
+from oracle import workers
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
@@ -105,36 +105,38 @@ def test_the_graph_of_all_types_is_cut(method):
 
 
 def part_of(root):
-    data = pyg_sar.load_partition(root, view="local")
-    rows = {name: (data[name].n_id, data[name].x, data[name].num_nodes) for name in data.node_types}
-    edges = {}
+    """What a worker holds of each type and relation; all rows are the graph's."""
+    whole, data = make_hetero(), pyg_sar.load_partition(root)
+    assert data.node_types == whole.node_types and set(data.edge_types) == set(EDGES)
+    nodes = {name: data[name].x.rows.ids for name in data.node_types}
+    for name, ids in nodes.items():
+        assert data[name].num_nodes == SIZES[name]
+        assert torch.equal(data[name].x.full_tensor(), whole[name].x)
+        assert torch.equal(data[name].x.to_local(), whole[name].x[ids])
     for edge_type in data.edge_types:
-        store = data[edge_type]
-        gathered = data[edge_type[0]].x[store.edge_index[0]]
-        edges[edge_type] = store.e_id, gathered, plain(store.edge_index)[1], store.edge_attr
-        assert isinstance(store.edge_index, pyg_sar.space.DistEdgeIndex)
-        assert store.edge_index.num_targets == data[edge_type[2]].num_nodes
-        assert store.edge_index.bipartite == (edge_type[0] != edge_type[2])
-    return rows, edges
+        store, right = data[edge_type], whole[edge_type]
+        assert torch.equal(store.edge_index.full_tensor(), right.edge_index)
+        assert torch.equal(store.edge_attr.full_tensor(), right.edge_attr)
+        e_id, index = store.edge_attr.rows.ids, store.edge_index.to_local()
+        assert torch.equal(store.edge_attr.to_local(), right.edge_attr[e_id])
+        assert isinstance(index, pyg_sar.space.DistEdgeIndex)
+        assert index.num_targets == len(nodes[edge_type[2]])
+        assert index.bipartite == (edge_type[0] != edge_type[2])
+        source, target = right.edge_index[:, e_id]
+        gathered = data[edge_type[0]].x.to_local()[index[0]]
+        assert torch.equal(gathered, whole[edge_type[0]].x[source])
+        assert torch.equal(nodes[edge_type[2]][plain(index)[1]], target)
+    return nodes
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_workers_get_their_rows(world, tmp_path):
     data = make_hetero()
     write_partitions(data, world, tmp_path / "p", random_parts(data, world))
-    workers = threads(part_of, world, tmp_path / "p")
-    for name in data.node_types:
-        ids = torch.cat([rows[name][0] for rows, _ in workers])
-        assert torch.equal(ids.sort().values, torch.arange(SIZES[name]))
-    for rows, edges in workers:
-        for name, (n_id, x, count) in rows.items():
-            assert torch.equal(x, data[name].x[n_id]) and count == n_id.numel()
-        assert set(edges) == set(EDGES)
-        for edge_type, (e_id, gathered, target, attribute) in edges.items():
-            source, aim = data[edge_type].edge_index[:, e_id]
-            assert torch.equal(gathered, data[edge_type[0]].x[source])
-            assert torch.equal(rows[edge_type[2]][0][target], aim)
-            assert torch.equal(attribute, data[edge_type].edge_attr[e_id])
+    held = workers(part_of, world, tmp_path / "p")
+    for name, count in SIZES.items():
+        ids = torch.cat([nodes[name] for nodes in held])
+        assert torch.equal(ids.sort().values, torch.arange(count))
 
 
 def test_same_bytes_and_damage_is_noticed(tmp_path):
@@ -273,4 +275,4 @@ def test_the_training_command_says_what_it_takes(tmp_path):
     write_partitions(make_hetero(), 1, tmp_path / "parts")
     config = RunConfig(parts=str(tmp_path / "parts"), model=ModelConfig(name="gcn"))
     with pytest.raises(pyg_sar.errors.WorkerError, match=r"UsageError.*heterogeneous graph"):
-        threads(train_worker, 1, config)
+        workers(train_worker, 1, config)

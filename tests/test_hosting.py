@@ -568,3 +568,43 @@ def test_what_only_cycles_keep_alive_is_freed_before_the_end(monkeypatch):
 
 class Cycle:
     itself: Any
+
+
+# What parts must not share ####################################################
+
+
+def taken(data: Data, model: torch.nn.Module) -> None:
+    model(data.x, data.edge_index)
+
+
+def computed_with(data: Data, model: torch.nn.Module) -> None:
+    data.x.sum()
+
+
+@pytest.mark.parametrize("use", [taken, computed_with])
+def test_a_tensor_of_another_part_is_refused(use: Callable[..., None], tmp_path: Path):
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+    first: list[Data] = []
+
+    def fn() -> None:
+        first.append(pyg_sar.load_partition(tmp_path / "parts"))
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double())
+        current().barrier()
+        use(first[0], layer)
+
+    with pytest.raises(WorkerError, match="Part 1 got a tensor of part 0"):
+        host(fn, 2)
+
+
+def test_a_model_of_another_part_is_refused(tmp_path: Path):
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+    layer = gnn.SAGEConv(CHANNELS, OUT).double()
+
+    def fn() -> Any:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        return pyg_sar.distribute(layer)(data.x, data.edge_index)
+
+    with pytest.raises(WorkerError, match="runs this model in the same process, and rank 1"):
+        host(fn, 2)
+    with pytest.raises(WorkerError, match="runs this model in the same process, and rank 1"):
+        host(torch.no_grad()(fn), 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, threads
+from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, workers
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE, MaskLabel
@@ -55,21 +55,21 @@ def model() -> nn.Module:
 CONFIG = TrainConfig(epochs=4, restore_best=False, seed=3)
 
 
-def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
+def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor]:
+    data = pyg_sar.load_partition(root)
     seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 2) if flow else None
-    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    own = pyg_sar.distribute(copy.deepcopy(model))
     trainer = pyg_sar.Trainer(own, data, CONFIG, forward=forward, labels=0.6, flow=seeds)
-    return trainer.fit(), data.n_id, ratio_mask(data.train_mask, 0.6, data.n_id, 5)
+    return trainer.fit(), ratio_mask(data.train_mask, 0.6, 5).full_tensor()
 
 
 def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
     """The recipe in PyG, with the documented split."""
     optimizer = torch.optim.Adam(model.parameters(), lr=CONFIG.lr, weight_decay=5e-4)
-    ids, losses = torch.arange(data.num_nodes), []
+    losses = []
     for epoch in range(CONFIG.epochs):
         key = (CONFIG.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63
-        shown = ratio_mask(data.train_mask, 0.6, ids, key)
+        shown = ratio_mask(data.train_mask, 0.6, key)
         assert 0 < shown.sum() < data.train_mask.sum() and not (shown & ~data.train_mask).any()
         rest = data.train_mask & ~shown
         optimizer.zero_grad()
@@ -80,16 +80,16 @@ def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
     return losses, model(data.x, data.y, data.edge_index, data.train_mask).detach()
 
 
-@pytest.mark.parametrize(("world", "run", "flow"), [(3, threads, True), (8, host, False)])
+@pytest.mark.parametrize(("world", "run", "flow"), [(3, workers, True), (8, host, False)])
 def test_the_trainer_is_the_recipe(world, run, flow, graph, model, partitions):
     losses, out = plain_training(copy.deepcopy(model), graph)
     found = run(train, world, partitions(graph, world), model, flow)
     assert found[0][0].losses == pytest.approx(losses, rel=TOLERANCE)
     loss = F.cross_entropy(out[graph.val_mask], graph.y[graph.val_mask]).item()
     assert found[0][0].final["val_loss"] == pytest.approx(loss, rel=TOLERANCE)
-    whole = ratio_mask(graph.train_mask, 0.6, torch.arange(60), 5)
-    assert all(torch.equal(mask, whole[n_id]) for _, n_id, mask in found)
-    assert not torch.equal(whole, ratio_mask(graph.train_mask, 0.6, torch.arange(60), 6))
+    whole = ratio_mask(graph.train_mask, 0.6, 5)
+    assert all(torch.equal(mask, whole) for _, mask in found)
+    assert not torch.equal(whole, ratio_mask(graph.train_mask, 0.6, 6))
 
 
 def in_pyg(model: nn.Module, data: Data) -> list[float]:
@@ -107,14 +107,13 @@ def in_pyg(model: nn.Module, data: Data) -> list[float]:
     return losses
 
 
-def globally(root: Any, model: nn.Module) -> list[float]:
-    data = pyg_sar.load_partition(root, view="global")
-    return in_pyg(pyg_sar.distribute(copy.deepcopy(model), view="global"), data)
+def distributed(root: Any, model: nn.Module) -> list[float]:
+    return in_pyg(pyg_sar.distribute(copy.deepcopy(model)), pyg_sar.load_partition(root))
 
 
-def test_the_global_view_draws_as_pyg(graph, model, partitions):
+def test_workers_draw_as_pyg(graph, model, partitions):
     expected = in_pyg(copy.deepcopy(model), graph)
-    for losses in host(globally, 3, partitions(graph, 3), model):
+    for losses in host(distributed, 3, partitions(graph, 3), model):
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -139,12 +138,12 @@ def test_the_command(graph, partitions):
 
 
 def test_what_is_no_mask_and_no_label_is_refused(graph):
-    ids, mask = torch.arange(60), graph.train_mask
-    for given in (mask.long(), mask[:-1], mask.view(-1, 1)):  # Not rows 0 and 1, in turn.
-        with pytest.raises(ValueError, match="'mask' to be bool with a value for each of the 60"):
-            ratio_mask(given, 0.5, ids, 1)
+    mask = graph.train_mask
+    for given in (mask.long(), mask.view(-1, 1)):  # Not rows 0 and 1, in turn.
+        with pytest.raises(ValueError, match="'mask' to be bool with a value for each node"):
+            ratio_mask(given, 0.5, 1)
     with pytest.raises(ValueError, match=r"'ratio' to be in \[0, 1\] \(got 65\)"):
-        ratio_mask(mask, 65, ids, 1)
+        ratio_mask(mask, 65, 1)
     for y, shown in ((graph.y + 0.7, mask), (graph.y, mask.long()), (graph.y[:-1], mask)):
         with pytest.raises(ValueError, match="an integer and 'shown' a bool for each node"):
             with_labels(graph.x, y, shown, CLASSES + 1)

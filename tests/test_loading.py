@@ -1,4 +1,4 @@
-"""``load_partition``: this worker's rows, global ids, and one error on all workers alike."""
+"""``load_partition``: tensors of the whole graph, and one error on all workers alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import make_graph, threads
+from oracle import make_graph, workers
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
@@ -22,19 +22,22 @@ from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.storage import part_file, read_part
 from pyg_sar.space import DistEdgeIndex
 from pyg_sar.space.index_space import plain
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.wording import counted
 
 WORLD = 3
 
 
-@pytest.fixture(scope="module")
-def graph() -> Data:
+def make() -> Data:
     data = make_graph()
-    data.names = [f"node {k}" for k in range(40)]
-    data.sparse = torch.eye(40, 7).to_sparse_csr()
     data.scale, data.title = torch.tensor(2.5), "a graph"
     data.edge_kind = torch.arange(data.num_edges, dtype=torch.int16)
     return data
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make()
 
 
 @pytest.fixture(scope="module")
@@ -50,53 +53,79 @@ def root(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "parts"))
 
 
-def test_rows_and_ids(graph: Data, root: Path):
-    """Every node and edge is held once; every attribute follows ``n_id`` or ``e_id``."""
-
-    def worker() -> tuple[Tensor, Tensor]:
-        data = pyg_sar.load_partition(root, view="local")
-        assert isinstance(data, Data)
-        assert data.num_nodes == data.n_id.numel() and data.num_edges == data.e_id.numel()
-        for name in ("x", "y", "train_mask"):
-            assert torch.equal(data[name], graph[name][data.n_id])
-            assert data[name].dtype == graph[name].dtype
-        for name in ("edge_weight", "edge_attr", "edge_kind"):
-            assert torch.equal(data[name], graph[name][data.e_id])
-            assert data[name].dtype == graph[name].dtype
-        assert data.names == [f"node {k}" for k in data.n_id.tolist()]
-        assert torch.equal(data.sparse.to_dense(), graph.sparse.to_dense()[data.n_id])
-        assert torch.equal(data.scale, graph.scale) and data.title == graph.title
-        assert data.n_id.dtype == data.e_id.dtype == torch.long
-        assert bool((data.n_id.diff() > 0).all())
-        return data.n_id, data.e_id
-
-    workers = threads(worker, WORLD)
-    assert torch.equal(torch.cat([n for n, _ in workers]).sort()[0], torch.arange(40))
-    edges = torch.cat([e for _, e in workers]).sort()[0]
-    assert torch.equal(edges, torch.arange(graph.num_edges))
+NODE, EDGE = ("x", "y", "train_mask"), ("edge_weight", "edge_attr", "edge_kind", "edge_type")
 
 
-def test_edges_are_those_of_the_graph(graph: Data, root: Path):
-    """Targets are own rows; sources own rows or halo rows, whose global ids the part knows."""
+def loaded(root: Path) -> tuple[Tensor, Tensor]:
+    """Looks at what a worker gets; returns which nodes and edges are its own."""
+    comm, graph, data = pyg_sar.comm.current(), make(), pyg_sar.load_partition(root)
+    assert type(data) is Data and (data.num_nodes, data.num_edges) == (40, graph.num_edges)
+    assert torch.equal(data.scale, graph.scale) and data.title == graph.title
+    nodes, edges = data.x.rows.ids, data.edge_attr.rows.ids
+    for name in (*NODE, *EDGE, "edge_index"):
+        value, dim = data[name], int(name == "edge_index")
+        assert isinstance(value, NodeTensor) and value.dtype == graph[name].dtype
+        assert value.shape == graph[name].shape
+        assert torch.equal(value.full_tensor(), graph[name])
+        if not dim:
+            here = graph[name][nodes if name in NODE else edges]
+            assert type(value.to_local()) is Tensor and torch.equal(value.to_local(), here)
+    assert bool((nodes.diff() > 0).all())
+    # Targets are own rows; sources own rows or halo rows, whose global ids the part knows.
+    index = data.edge_index.to_local()
+    assert isinstance(index, DistEdgeIndex)
+    source, target = plain(index)
+    halo = read_part(root, comm.rank)["halo_n_id"]
+    names = torch.cat([nodes, halo])
+    assert torch.equal(nodes[target], graph.edge_index[1][edges])
+    assert torch.equal(names[source], graph.edge_index[0][edges])
+    assert torch.equal(nodes.double()[index[0]], names[source].double())
+    plan = index.plan
+    assert plan.num_halo == halo.numel() and plan.num_local == len(nodes)
+    assert plan.halo_counts[comm.rank] == 0
+    # Once more, by a string; without the checksum; on a device.
+    for again in (
+        pyg_sar.load_partition(str(root)),
+        pyg_sar.load_partition(root, verify=False),
+        pyg_sar.load_partition(root, device="cpu"),
+    ):
+        assert torch.equal(again.x.to_local(), data.x.to_local())
+        assert torch.equal(plain(again.edge_index.to_local()), plain(index))
+    assert again.x.device.type == "cpu"
+    return nodes, edges
 
-    def worker() -> None:
-        comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        assert isinstance(data.edge_index, DistEdgeIndex)
-        source, target = plain(data.edge_index)
-        halo = read_part(root, comm.rank)["halo_n_id"]
-        names = torch.cat([data.n_id, halo])
-        assert torch.equal(data.n_id[target], graph.edge_index[1][data.e_id])
-        assert torch.equal(names[source], graph.edge_index[0][data.e_id])
-        assert torch.equal(data.n_id.double()[data.edge_index[0]], names[source].double())
-        plan = data.edge_index.plan
-        assert plan.num_halo == halo.numel() and plan.num_local == data.num_nodes
-        assert plan.halo_counts[comm.rank] == 0
 
-    threads(worker, WORLD)
+def test_rows_of_the_whole_graph(graph: Data, written: Path):
+    """Every node and edge is held once."""
+    found = workers(loaded, WORLD, written)
+    for place, count in ((0, 40), (1, graph.num_edges)):
+        held = torch.cat([ids[place] for ids in found])
+        assert torch.equal(held.sort()[0], torch.arange(count))
 
 
-def test_loading_needs_no_other_part(root: Path, graph: Data):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("names", [f"node {k}" for k in range(40)]),
+        ("sparse", torch.eye(40, 7).to_sparse_csr()),
+        ("train_kind", [str(k) for k in range(5)]),
+    ],
+)
+def test_rows_that_are_no_dense_tensor_are_refused(name: str, value: Any, tmp_path: Path):
+    data = make()
+    data[name], data.train_idx = value, torch.arange(5)
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def worker() -> str:
+        with pytest.raises(PartitionError) as caught:
+            pyg_sar.load_partition(tmp_path / "parts")
+        return str(caught.value)
+
+    for message in workers(worker, 2):
+        assert f"'{name}'" in message and "dense tensor before write_partitions()" in message
+
+
+def test_loading_needs_no_other_part(root: Path):
     """A worker's own file is enough: the others may lie on other hosts."""
 
     def worker() -> int:
@@ -105,46 +134,32 @@ def test_loading_needs_no_other_part(root: Path, graph: Data):
         mine.mkdir()
         for name in (METADATA, part_file(comm.rank, WORLD)):
             shutil.copy(root / name, mine / name)
-        return pyg_sar.load_partition(mine, view="local").num_nodes
+        return len(pyg_sar.load_partition(mine).x.to_local())
 
-    assert sum(threads(worker, WORLD)) == graph.num_nodes
-
-
-def test_loading_twice_and_as_a_string(root: Path):
-    def worker() -> None:
-        first, again = (
-            pyg_sar.load_partition(root, view="local"),
-            pyg_sar.load_partition(str(root), view="local"),
-        )
-        assert torch.equal(first.x, again.x)
-        assert torch.equal(plain(first.edge_index), plain(again.edge_index))
-        assert pyg_sar.load_partition(root, device="cpu", view="local").x.device.type == "cpu"
-        assert torch.equal(pyg_sar.load_partition(root, verify=False, view="local").x, first.x)
-
-    threads(worker, WORLD)
+    assert sum(workers(worker, WORLD)) == 40
 
 
 def test_alone(graph: Data, tmp_path: Path):
     """World size 1 goes through the same call, without a communicator."""
     pyg_sar.write_partitions(graph, 1, tmp_path / "one")
-    data = pyg_sar.load_partition(tmp_path / "one", view="local")
-    assert torch.equal(data.n_id, torch.arange(40))
-    layer = pyg_sar.distribute(GATConv(6, 3).double(), view="local")
+    data = pyg_sar.load_partition(tmp_path / "one")
+    layer = pyg_sar.distribute(GATConv(6, 3).double())
     expected = layer(graph.x, graph.edge_index)
-    assert torch.allclose(layer(data.x, data.edge_index), expected, rtol=1e-10, atol=1e-12)
+    found = layer(data.x, data.edge_index).full_tensor()
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_loaded_tensors_may_be_written(root: Path):
     """Files are memory mapped: writing to a loaded tensor must not reach the file, nor crash."""
     before = (root / part_file(0, WORLD)).read_bytes()
 
-    def worker() -> Tensor:
-        data = pyg_sar.load_partition(root, view="local")
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
         data.x.mul_(2).add_(1)
         data.train_mask[:] = True
-        return pyg_sar.load_partition(root, view="local").x
+        assert torch.equal(pyg_sar.load_partition(root).x.full_tensor() * 2 + 1, data.x)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
     assert (root / part_file(0, WORLD)).read_bytes() == before
 
 
@@ -215,79 +230,70 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def same_error(root: Path | Callable[[int], Path], world: int = WORLD) -> str:
-    """Every worker must raise the same PartitionError; none waits, and all can go on."""
-
-    def worker() -> str:
-        comm = pyg_sar.comm.current()
-        place = root(comm.rank) if callable(root) else root
+def errors(roots: list[Callable[[int], Path]]) -> list[str]:
+    """Of each folder a worker's PartitionError; none waits, and all can go on."""
+    comm, found = pyg_sar.comm.current(), []
+    for root in roots:
         with pytest.raises(PartitionError) as caught:
-            pyg_sar.load_partition(place, view="local")
+            pyg_sar.load_partition(root(comm.rank))
         # The communicator isn't broken: a script may try another folder.
-        assert comm.all_gather_object(comm.rank) == list(range(world))
-        return str(caught.value)
-
-    messages = set(threads(worker, world))
-    assert len(messages) == 1, messages
-    return messages.pop()
+        assert comm.all_gather_object(comm.rank) == list(range(comm.world_size))
+        found.append(str(caught.value))
+    return found
 
 
-@pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_one_error_on_every_worker(name: str, root: Path):
-    damage, text = DAMAGE[name]
-    damage(root)
-    message = same_error(root)
-    assert re.search(text, message), message
-    if "part" in name and name != "other format":
-        assert "rank 1" in message or "part 1" in message or "part-00001" in message
+def same_errors(roots: list[Callable[[int], Path]], world: int = WORLD) -> list[str]:
+    """Every worker must raise the same errors."""
+    first, *others = workers(errors, world, roots)
+    assert all(other == first for other in others), (first, *others)
+    return first
 
 
-def test_several_damaged_parts_are_all_named(root: Path):
-    (root / part_file(0, WORLD)).unlink()
-    truncate(root)
-    message = same_error(root)
-    assert "rank 0" in message and "part-00000" in message
-    assert "rank 1" in message and "part-00001" in message
+def test_damage_is_one_error_on_every_worker(written: Path, tmp_path: Path):
+    roots = []
+    for name, (damage, _) in DAMAGE.items():
+        roots.append(Path(shutil.copytree(written, tmp_path / name / "parts")))
+        damage(roots[-1])
+    found = same_errors([lambda rank, root=root: root for root in roots])  # type: ignore[misc]
+    for (name, (_, text)), message in zip(DAMAGE.items(), found, strict=True):
+        assert re.search(text, message), (name, message)
+        if "part" in name and name != "other format":
+            assert "rank 1" in message or "part 1" in message or "part-00001" in message
+
+
+def test_one_worker_sees_another_folder(graph: Data, root: Path, tmp_path: Path):
+    """Another partition, whose parts fit by their counts only by accident; none; two damaged."""
+    other, both = tmp_path / "other", Path(shutil.copytree(root, tmp_path / "both"))
+    pyg_sar.write_partitions(graph, WORLD, other, "random", seed=7)
+    (both / part_file(0, WORLD)).unlink()
+    truncate(both)
+    another, none, two = same_errors(
+        [
+            lambda rank: other if rank == 2 else root,
+            lambda rank: root / "nowhere" if rank == 1 else root,
+            lambda rank: both,
+        ]
+    )
+    assert "another partition" in another and "rank 2" in another
+    assert "rank 1" in none and "nowhere" in none
+    assert "rank 0" in two and "part-00000" in two and "rank 1" in two and "part-00001" in two
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_wrong_world_size(world: int, root: Path):
-    message = same_error(root, world)
+    (message,) = same_errors([lambda rank: root], world)
     assert "has 3 parts" in message and counted(world, "workers") in message
     assert "start 3 workers" in message and f"into {counted(world, 'parts')}" in message
 
 
-def test_one_worker_sees_another_folder(graph: Data, root: Path, tmp_path: Path):
-    """Parts of two different partitions would fit by their counts only by accident."""
-    other = tmp_path / "other"
-    pyg_sar.write_partitions(graph, WORLD, other, "random", seed=7)
-    message = same_error(lambda rank: other if rank == 2 else root)
-    assert "another partition" in message and "rank 2" in message
-
-
-def test_one_worker_sees_no_folder(root: Path):
-    message = same_error(lambda rank: root / "nowhere" if rank == 1 else root)
-    assert "rank 1" in message and "nowhere" in message
-
-
-def test_a_second_attempt_after_damage(root: Path, written: Path):
-    remove_part(root)
-
-    def worker() -> int:
-        with pytest.raises(PartitionError):
-            pyg_sar.load_partition(root, view="local")
-        return pyg_sar.load_partition(written, view="local").num_nodes
-
-    assert sum(threads(worker, WORLD)) == 40
-
-
-def test_verification_can_be_skipped(root: Path):
-    """Without the checksum an altered value goes unnoticed: that is what it is for."""
+def test_attempts_after_damage(root: Path, written: Path):
+    """Another folder; and without the checksum an altered value goes unnoticed."""
     alter(root)
 
-    def worker() -> Any:
+    def worker() -> None:
         with pytest.raises(PartitionError):
-            pyg_sar.load_partition(root, view="local")
-        return pyg_sar.load_partition(root, verify=False, view="local").num_nodes
+            pyg_sar.load_partition(root)
+        assert pyg_sar.load_partition(written).num_nodes == 40
+        assert pyg_sar.load_partition(root, verify=False).num_nodes == 40
 
-    assert sum(threads(worker, WORLD)) == 40
+    workers(worker, WORLD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero, random_parts
-from oracle import MODES, TOLERANCE, make_graph, threads
+from oracle import MODES, TOLERANCE, error, make_graph, workers
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
@@ -25,7 +26,8 @@ from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import merge_partitions, write_partitions
-from pyg_sar.space.index_space import plain
+from pyg_sar.space import DistEdgeIndex
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.verify import sample_nodes
 
 NODES = 40
@@ -48,7 +50,7 @@ def assert_same(found: Any, store: Any) -> None:
         assert same(value, found[name]), name
 
 
-def graph() -> Data:
+def graph(strings: bool = False) -> Data:
     """Lists of node ids in all forms: unsorted, with duplicates, empty, of other dtypes."""
     data = make_graph(NODES)
     draw = torch.Generator().manual_seed(3)
@@ -63,7 +65,8 @@ def graph() -> Data:
     data.roots = torch.tensor([20, 11])
     data.edge_label_index = torch.randint(NODES, (2, 60), generator=draw)
     data.edge_label = torch.rand(60, generator=draw, dtype=torch.float64)
-    data.edge_label_time = [str(k) for k in range(60)]
+    if strings:
+        data.edge_label_time = [str(k) for k in range(60)]
     count = data.num_edges  # As many as there are edges.
     data.pos_edge_label_index = torch.randint(NODES, (2, count), generator=draw)
     data.pos_edge_label = torch.arange(count)
@@ -98,75 +101,65 @@ def test_names():
         assert not is_named(name), name
 
 
-# What a part holds ###########################################################
+# What is loaded ##############################################################
+
+PAIRS = ("edge_label_index", "pos_edge_label_index", "neg_edge_label_index", "edge_index_2")
+ROWS = {
+    "train_y": "train_idx",
+    "edge_label": "edge_label_index",
+    "pos_edge_label": "pos_edge_label_index",
+    "edge_weight_2": "edge_index_2",
+}
 
 
-def look(root: Path) -> dict[str, Any]:
-    """What a worker finds, with the values that the lists choose."""
-    data = pyg_sar.load_partition(root, view="local")
-    lists = {
-        name: (data.n_id[data[name]], data[f"{name}_place"])
-        for name in ("train_idx", "val_idx", "idx_empty", "array_idx", "list_idx", "roots")
-    }
-    for key, ids in data.split_idx.items():
-        lists[f"split_idx {key}"] = data.n_id[ids], data.split_idx_place[key]
-    assert type(data.train_idx) is Tensor and data.val_idx.dtype == torch.int32
-    assert isinstance(data.array_idx, np.ndarray) and isinstance(data.list_idx, list)
-    links = {}
-    for name in (
-        "edge_label_index",
-        "pos_edge_label_index",
-        "neg_edge_label_index",
-        "edge_index_2",
-    ):
-        edges = data[name]
-        assert isinstance(edges, pyg_sar.space.DistEdgeIndex)
-        source, target = edges
-        assert edges.plan is not data.edge_index.plan and type(target) is Tensor
-        ids = torch.stack([data.n_id.double()[source].long(), data.n_id[target]])
-        links[name] = ids, data[f"{name}_place"]
-        assert torch.equal(edges.order, data[f"{name}_place"])
-    names = ("train_y", "edge_label", "edge_label_time", "pos_edge_label", "edge_weight_2")
-    rows = {name: data[name] for name in names}
-    assert torch.equal(data.class_idx, data.n_id % 5) and data.is_node_idx.dtype == torch.bool
-    assert data.degree_counts.tolist() == [3, 4, 5]
-    return {"lists": lists, "links": links, "rows": rows}
+def whole_of(data: Data) -> dict[str, Tensor]:
+    """Each list, and what has a row per entry; also what is none."""
+    names = ("train_idx", "val_idx", "idx_empty", "array_idx", "list_idx", "roots", *PAIRS, *ROWS)
+    found = {name: data[name] for name in (*names, "class_idx", "degree_counts", "is_node_idx")}
+    found |= {f"split_idx {key}": ids for key, ids in data.split_idx.items()}
+    return {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+def look(root: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The lists of the whole graph; the places of the entries that this worker holds."""
+    data = pyg_sar.load_partition(root)
+    found, nodes = whole_of(data), data.x.rows.ids
+    places = {}
+    for name, value in found.items():
+        if name == "degree_counts":
+            continue
+        assert isinstance(value, NodeTensor)
+        place = places[name] = value.rows.ids
+        if name in PAIRS:
+            edges = value.to_local()
+            assert isinstance(edges, DistEdgeIndex) and torch.equal(edges.order, place)
+            assert edges.plan is not data.edge_index.to_local().plan and type(edges[1]) is Tensor
+            ids = value.full_tensor()[:, place]
+            assert torch.equal(nodes.double()[edges[0]].long(), ids[0])
+            assert torch.equal(nodes[edges[1]], ids[1])
+        elif name in ROWS:
+            assert value.rows is data[ROWS[name]].rows
+        elif name not in ("class_idx", "is_node_idx"):
+            assert bool(torch.isin(value.to_local(), nodes).all())
+    return {name: value.full_tensor() if name in places else value
+            for name, value in found.items()}, places  # fmt: skip
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_lists_go_to_the_owners(world: int, roots: dict[int, Path]):
-    data, workers = graph(), threads(look, world, roots[world])
-
-    def whole(name: str) -> Tensor:
-        if name.startswith("split_idx "):
-            return data.split_idx[name.removeprefix("split_idx ")]
-        return torch.as_tensor(data[name])
-
-    for level, dim in (("lists", 0), ("links", 1)):
-        for name in workers[0][level]:
-            place = torch.cat([found[level][name][1] for found in workers])
-            ids = torch.cat([found[level][name][0] for found in workers], dim=dim)
-            assert torch.equal(place.sort().values, torch.arange(whole(name).size(-1))), name
-            assert torch.equal(ids, whole(name).long().index_select(dim, place)), name
-    aligned = {
-        "train_y": ("lists", "train_idx"),
-        "edge_label": ("links", "edge_label_index"),
-        "edge_label_time": ("links", "edge_label_index"),
-        "pos_edge_label": ("links", "pos_edge_label_index"),
-        "edge_weight_2": ("links", "edge_index_2"),
-    }
-    for found in workers:
-        for name, (level, owner) in aligned.items():
-            place = found[level][owner][1]
-            if name == "edge_label_time":
-                assert found["rows"][name] == [data[name][k] for k in place.tolist()]
-            else:
-                assert torch.equal(found["rows"][name], data[name][place]), name
+    expected, found = whole_of(graph()), workers(look, world, roots[world])
+    for name, value in expected.items():
+        value = value.long() if name in PAIRS else value
+        assert all(same(lists[name], value) for lists, _ in found), name
+    for name in found[0][1]:
+        place = torch.cat([places[name] for _, places in found]).sort().values
+        assert torch.equal(place, torch.arange(expected[name].size(-1))), name
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_merged_as_it_was(world: int, roots: dict[int, Path]):
-    assert_same(merge_partitions(roots[world]), graph())
+def test_merged_as_it_was(world: int, tmp_path: Path):
+    write_partitions(graph(strings=True), world, tmp_path / "parts", "random", node_ids=SAID)
+    assert_same(merge_partitions(tmp_path / "parts"), graph(strings=True))
 
 
 # What is refused #############################################################
@@ -226,11 +219,11 @@ def test_what_the_caller_says(tmp_path: Path):
     )
 
     def worker() -> tuple[list[int], int]:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
-        assert torch.equal(part.n_id[part.cluster_idx], part.cluster_idx_place % 3)
-        return part.roots.tolist(), part.cluster_idx.numel()
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        assert torch.equal(part.cluster_idx.full_tensor(), torch.arange(40) % 3)
+        return part.roots.tolist(), part.cluster_idx.to_local().numel()
 
-    found = threads(worker, 2)
+    found = workers(worker, 2)
     assert [roots for roots, _ in found] == [[3, 7]] * 2 and sum(n for _, n in found) == 40
 
 
@@ -263,7 +256,7 @@ def test_older_partitions_warn(tmp_path: Path):
         path.write_text(with_checksum(content))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = pyg_sar.load_partition(root, view="local")
+            found = pyg_sar.load_partition(root)
         texts = [str(w.message) for w in caught if "may hold node ids" in str(w.message)]
         assert {text.split("'")[1] for text in texts} == names
         assert all("Partition the graph anew" in text for text in texts)
@@ -283,20 +276,27 @@ class LinkModel(torch.nn.Module):
         return (z[pairs[0]] * z[pairs[1]]).sum(-1)
 
 
-def link_losses(model: torch.nn.Module, data: Data) -> Tensor:
-    score = model(data.x, data.edge_index, data.edge_label_index)
-    return F.binary_cross_entropy_with_logits(score, data.edge_label.double(), reduction="none")
-
-
-def gradients(model: torch.nn.Module) -> list[Tensor]:
-    return [torch.as_tensor(p.grad) for p in model.parameters()]
-
-
 def assert_close(found: Any, expected: Any) -> None:
     """The loss and the gradients of the parameters."""
-    assert abs(float(found[0]) - float(expected[0])) <= TOLERANCE
+    assert error(found[0], expected[0]) <= TOLERANCE
     for mine, theirs in zip(found[1], expected[1], strict=True):
         assert float((mine - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max() + 1)
+
+
+def trained(model: torch.nn.Module, loss: Callable[[torch.nn.Module], Tensor]) -> Any:
+    """A loss, and the gradients of the parameters."""
+    model.zero_grad()
+    value = loss(model)
+    value.backward()
+    missing = torch.zeros(1, dtype=torch.float64)
+    return value.detach(), [missing if p.grad is None else p.grad.clone()
+                            for p in model.parameters()]  # fmt: skip
+
+
+def link_loss(data: Data) -> Callable[[torch.nn.Module], Tensor]:
+    return lambda model: F.binary_cross_entropy_with_logits(
+        model(data.x, data.edge_index, data.edge_label_index), data.edge_label.double()
+    )
 
 
 def link_splits() -> tuple[Data, Data, Data]:
@@ -315,54 +315,40 @@ def test_link_prediction(world: int, tmp_path: Path):
     for k, split in enumerate(splits):
         write_partitions(split, world, tmp_path / str(k), part)
     model = LinkModel().double()
-    expected = []
-    for split in splits:
-        model.zero_grad()
-        loss = link_losses(model, split).mean()
-        loss.backward()
-        expected.append((loss.detach(), [g.clone() for g in gradients(model)]))
+    expected = [trained(model, link_loss(split)) for split in splits]
 
     def worker() -> Any:
-        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
-        found, n_id = [], None
-        for k in range(3):
-            data = pyg_sar.load_partition(tmp_path / str(k), view="local")
-            assert n_id is None or torch.equal(n_id, data.n_id)
-            n_id = data.n_id
-            mine.zero_grad()
-            loss = pyg_sar.mean(link_losses(mine, data))
-            loss.backward()
-            found.append((loss.detach(), [g.clone() for g in gradients(mine)]))
-        return found
+        mine = pyg_sar.distribute(copy.deepcopy(model))
+        parts = [pyg_sar.load_partition(tmp_path / str(k)) for k in range(3)]
+        assert all(torch.equal(data.x.rows.ids, parts[0].x.rows.ids) for data in parts)
+        return [trained(mine, link_loss(data)) for data in parts]
 
-    for found in threads(worker, world):
+    for found in workers(worker, world):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
-    """``train_idx`` and ``split_idx``, on a worker without nodes too, scores in the old order."""
-    data, model = graph(), GCNConv(6, 3).double()
+    """``train_idx`` and ``split_idx``, on a worker without nodes too."""
+    plain = GCNConv(6, 3).double()
 
-    def run(model: torch.nn.Module, data: Data, mean: Any) -> Any:
-        found = []
-        for choose in (lambda d: d.train_idx, lambda d: d.split_idx["train"]):
-            model.zero_grad()
-            ids = choose(data)
-            out = model(data.x, data.edge_index)
-            loss = mean(F.cross_entropy(out[ids], data.y[ids], reduction="none"))
-            loss.backward()
-            found.append((loss.detach(), [g.clone() for g in gradients(model)]))
-        return found
+    def run(model: torch.nn.Module, data: Data) -> Any:
+        lists = data.train_idx, data.split_idx["train"]
+        return [
+            trained(
+                model,
+                lambda m, ids=ids: F.cross_entropy(m(data.x, data.edge_index)[ids], data.y[ids]),
+            )
+            for ids in lists
+        ]
 
-    expected = run(copy.deepcopy(model), data, torch.mean)
+    expected = run(copy.deepcopy(plain), graph())
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(roots[world], view="local")
-        return run(pyg_sar.distribute(copy.deepcopy(model), view="local"), part, pyg_sar.mean)
+        return run(pyg_sar.distribute(plain), pyg_sar.load_partition(roots[world]))
 
-    for found in threads(worker, world):
+    for found in workers(worker, world):
         for mine, theirs in zip(found, expected, strict=True):
             assert_close(mine, theirs)
 
@@ -372,16 +358,17 @@ def test_messages_along_pairs(roots: dict[int, Path]):
     data, model = graph(), GCNConv(6, 3).double()
     expected = model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach()
 
-    def worker() -> Any:
-        part, found = pyg_sar.load_partition(roots[3], view="local"), []
+    def worker() -> list[Tensor]:
+        part, found = pyg_sar.load_partition(roots[3]), []
         for policy in MODES:
-            mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
-            found.append(mine(part.x, part.edge_index_2, part.edge_weight_2.double()).detach())
-        return part.n_id, found
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            out = mine(part.x, part.edge_index_2, part.edge_weight_2.double())
+            found.append(out.full_tensor().detach())
+        return found
 
-    for n_id, found in threads(worker, 3):
+    for found in workers(worker, 3):
         for out in found:
-            assert torch.allclose(out, expected[n_id], rtol=0, atol=TOLERANCE)
+            assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
 
 
 # Heterogeneous ###############################################################
@@ -432,21 +419,18 @@ def test_heterogeneous(world: int, tmp_path: Path):
             assert_same(merged[store._key], store)
     model = HeteroLinks(data).double()
 
-    def run(model: torch.nn.Module, data: Any, mean: Any) -> Any:
-        loss = sum(mean(values.square()) for values in model(data).values())
-        loss.backward()
-        return loss.detach(), [torch.zeros(1) if p.grad is None else p.grad
-                               for p in model.parameters()]  # fmt: skip
+    def loss(data: Any) -> Callable[[torch.nn.Module], Tensor]:
+        return lambda m: sum(values.square().mean() for values in m(data).values())  # type: ignore
 
-    expected = run(copy.deepcopy(model), data, torch.mean)
+    expected = trained(copy.deepcopy(model), loss(data))
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(root, view="local")
-        pairs = plain(part["paper"].pair_index)
-        assert pairs.size(1) == part["paper"].pair_index_place.numel()
-        return run(pyg_sar.distribute(copy.deepcopy(model), view="local"), part, pyg_sar.mean)
+        part = pyg_sar.load_partition(root)
+        pairs = part["paper"].pair_index
+        assert torch.equal(pairs.full_tensor(), torch.tensor([[3, 20, 5], [20, 0, 0]]))
+        return trained(pyg_sar.distribute(model), loss(part))
 
-    for found in threads(worker, world):
+    for found in workers(worker, world):
         assert_close(found, expected)
 
 

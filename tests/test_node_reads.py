@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import CHANNELS, MODES, Job, Partitions, Sweep, make_graph, set_policy, threads
+from oracle import CHANNELS, MODES, Job, Partitions, Sweep, make_graph, set_policy, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -67,10 +68,24 @@ class Computed(Reading):
 
 
 class AtTargets(Reading):
-    """Ids of the edges' targets are this worker's."""
+    """It reads at the edges' targets what it has not been given."""
 
     def message(self, x_j: Tensor, place_i: Tensor) -> Tensor:
         return x_j * self.weight + self.rows[place_i]
+
+
+class ByPlace(Reading):
+    """Ids of the graph's nodes are not numbers of this worker's rows."""
+
+    def message(self, x_j: Tensor, place_i: Tensor, whole: Tensor) -> Tensor:
+        return x_j * self.weight + whole[place_i % whole.size(0)]
+
+
+class ByTarget(Reading):
+    """The edges' targets are."""
+
+    def message(self, x_j: Tensor, edge_index_i: Tensor, whole: Tensor) -> Tensor:
+        return x_j * self.weight + whole[edge_index_i]
 
 
 class FromTable(Reading):
@@ -88,8 +103,8 @@ class OwnColumns(Reading):
         return (x_j * self.weight)[:, torch.tensor([1, 0, *range(2, CHANNELS)])]
 
 
-REFUSED = (Indexed, Embedded, Gathered, Mapped, Computed)
-RIGHT = (AtTargets, FromTable, OwnColumns)
+REFUSED = (Indexed, Embedded, Gathered, Mapped, Computed, AtTargets, ByPlace)
+RIGHT = (ByTarget, FromTable, OwnColumns)
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +118,24 @@ def roots(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
     return lambda world: made(graph, world, torch.arange(42) % world)  # as many nodes each
 
 
-def call(kind: Any, policy: pyg_sar.SARPolicy, root: Path) -> None:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(kind().double(), view="local")
-    set_policy(layer, policy)
-    layer(data.x, data.edge_index)
+def refusals(root: Path) -> list[str]:
+    found = []
+    for kind in REFUSED:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(kind().double())
+        for policy in MODES:
+            set_policy(layer, policy)
+            with pytest.raises(pyg_sar.errors.DistributedIndexError) as caught:
+                layer(data.x, data.edge_index)
+            found.append(str(caught.value))
+    return found
 
 
-@pytest.mark.parametrize("policy", MODES, ids=str)
-@pytest.mark.parametrize("kind", REFUSED)
-def test_reads_of_node_tensors_are_refused(
-    kind: Any, policy: pyg_sar.SARPolicy, roots: Callable[[int], Path]
-):
-    with pytest.raises(
-        pyg_sar.errors.WorkerError, match=rf"{kind.__name__}.*(rows of a tensor|nodes)"
-    ):
-        threads(call, WORLD, kind, policy, roots(WORLD))
+def test_reads_of_node_tensors_are_refused(roots: Callable[[int], Path]):
+    names = [kind.__name__ for kind in REFUSED for _ in MODES]
+    for found in workers(refusals, WORLD, roots(WORLD)):
+        for name, message in zip(names, found, strict=True):
+            assert re.search(rf"{name}.*(rows of a tensor|nodes)", message), message
 
 
 @pytest.mark.parametrize("kind", RIGHT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ from oracle import (
     MODES,
     Job,
     Partitions,
-    assemble,
     errors,
     make_graph,
     run_jobs,
     set_policy,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
@@ -56,7 +55,7 @@ def test_conjugates_in_layers(tmp_path: Path) -> None:
     data = make_graph(20, 60)
     root = Partitions(tmp_path)(data, 2)
     jobs = [Job(Complex(way), root, ("edge_weight",), MODES) for way in WAYS]
-    found = threads(run_jobs, 2, jobs)
+    found = workers(run_jobs, 2, jobs)
     for k, job in enumerate(jobs):
         expected = single_process(job.layer, data, job.edge)
         scale = expected.parameter_grads.pop("scale")
@@ -86,28 +85,27 @@ def _aggregates(layer: Any, x: Tensor, edge_index: Tensor) -> list[Any]:
     return out
 
 
-def _of_workers(root: Path) -> tuple[Tensor, list[Any]]:
-    data = pyg_sar.load_partition(root, view="local")
+def _of_workers(root: Path) -> list[list[Any]]:
+    data = pyg_sar.load_partition(root)
     found = []
     for aggr in AGGREGATIONS:
-        layer = pyg_sar.distribute(Rows(aggr=aggr), view="local")
+        layer = pyg_sar.distribute(Rows(aggr=aggr))
         for policy in MODES[:2]:
             set_policy(layer, policy)
-            found.append(_aggregates(layer, data.x, data.edge_index))
-    return data.n_id, found
+            found.append([whole(t) for t in _aggregates(layer, data.x, data.edge_index)])
+    return found
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_aggregations_of_integers(tmp_path: Path) -> None:
     data = make_graph(20, 60)
     data.x = torch.randint(0, 6, (20, 4), generator=torch.Generator().manual_seed(0))
-    workers = threads(_of_workers, 2, Partitions(tmp_path)(data, 2))
-    for k in range(len(workers[0][1])):
-        aggr = AGGREGATIONS[k // 2]
-        expected = _aggregates(copy.deepcopy(Rows(aggr=aggr)), data.x, data.edge_index)
-        for place, one in enumerate(expected):
-            parts = [(ids, found[k][place]) for ids, found in workers]
-            if isinstance(one, str):
-                assert all(part == one for _, part in parts), aggr
-            else:
-                torch.testing.assert_close(assemble(parts, 20), one)
+    for found in workers(_of_workers, 2, Partitions(tmp_path)(data, 2)):
+        for k, here in enumerate(found):
+            aggr = AGGREGATIONS[k // 2]
+            for one, value in zip(here, _aggregates(Rows(aggr=aggr), data.x, data.edge_index)):
+                assert type(one) is type(value), (aggr, one, value)
+                if isinstance(value, str):
+                    assert one == value, aggr
+                else:
+                    torch.testing.assert_close(one, value)

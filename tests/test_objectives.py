@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
-from oracle import threads
+from oracle import parts, workers
 from small_graphs import FEATURES, small_graph
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -24,7 +24,7 @@ import pyg_sar
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import from_json, to_json
 from pyg_sar.partition import assign_nodes
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import NodeTensor, node_rows, wrap
 from pyg_sar.train.config import EpochRecord, TrainConfig
 from pyg_sar.train.objective import Objective
 from pyg_sar.train.trainer import Callback, Trainer
@@ -51,62 +51,59 @@ def rows(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def squares(pred: Tensor, target: Tensor) -> Tensor:
-    return (pred - target).square().sum(-1) if pred.dim() > 1 else (pred - target).square()
+    return (pred - target).square().sum(-1).mean()
 
 
-LOSSES: dict[str, tuple[str, Any, Any]] = {
-    # Kind of rows, the loss, the same in one process where that is written otherwise.
-    "default": ("classes", None, F.cross_entropy),
-    "weights": ("classes", nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2), None),
-    "smoothed": ("classes", nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2), None),
-    "ignored": ("classes", partial(F.cross_entropy, ignore_index=1), None),
-    "likelihood": ("logs", partial(F.nll_loss, weight=WEIGHT), None),
-    "likelihood module": ("logs", nn.NLLLoss(reduction="sum"), None),
-    "probabilities": ("columns", nn.CrossEntropyLoss(weight=WEIGHT), None),
-    "labels": ("multi-label", nn.BCEWithLogitsLoss(pos_weight=WEIGHT), None),
-    "labels function": ("multi-label", F.binary_cross_entropy_with_logits, None),
-    "margins": ("multi-label", F.multilabel_soft_margin_loss, None),
-    "squares": ("numbers", F.mse_loss, None),
-    "sum of squares": ("columns", partial(F.mse_loss, reduction="sum"), None),
-    "absolute": ("columns", nn.L1Loss(), None),
-    "huber": ("numbers", nn.HuberLoss(delta=0.3), None),
-    "divergence": ("columns", lambda p, t: F.kl_div(p, t, reduction="none"), F.kl_div),
-    "own": ("columns", squares, lambda p, t: squares(p, t).mean()),
+LOSSES: dict[str, tuple[str, Any]] = {  # Kind of rows, the loss.
+    "default": ("classes", None),
+    "weights": ("classes", nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=2)),
+    "smoothed": ("classes", nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2)),
+    "ignored": ("classes", partial(F.cross_entropy, ignore_index=1)),
+    "likelihood": ("logs", partial(F.nll_loss, weight=WEIGHT)),
+    "likelihood module": ("logs", nn.NLLLoss(reduction="sum")),
+    "probabilities": ("columns", nn.CrossEntropyLoss(weight=WEIGHT)),
+    "labels": ("multi-label", nn.BCEWithLogitsLoss(pos_weight=WEIGHT)),
+    "labels function": ("multi-label", F.binary_cross_entropy_with_logits),
+    "margins": ("multi-label", F.multilabel_soft_margin_loss),
+    "squares": ("numbers", F.mse_loss),
+    "sum of squares": ("columns", partial(F.mse_loss, reduction="sum")),
+    "absolute": ("columns", nn.L1Loss()),
+    "huber": ("numbers", nn.HuberLoss(delta=0.3)),
+    "divergence": ("columns", nn.KLDivLoss(reduction="batchmean")),
+    "divergence of values": ("columns", F.kl_div),
+    "own": ("columns", squares),
 }
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 def test_losses_are_those_of_one_process():
     def work() -> dict[str, Any]:
-        comm = pyg_sar.comm.current()
-        mine, found = OWNERS == comm.rank, {}
-        for name, (kind, loss, _) in LOSSES.items():
-            pred, target = (values[mine] for values in rows(kind))
+        comm, found = pyg_sar.comm.current(), {}
+        ids = (OWNERS == comm.rank).nonzero().view(-1)
+        here = node_rows(comm, ids, ROWS)
+        for name, (kind, loss) in LOSSES.items():
+            pred, target = (wrap(values[ids], here, 0) for values in rows(kind))
             pred.requires_grad_()
-            objective = Objective(loss)
-            value = objective(pred, target, comm)
+            value = Objective(loss)(pred, target)
             value.backward()
-            sums = objective.sums(pred, target, comm.rank)
-            found[name] = value.item(), pred.grad, sums
+            evaluated = Objective(loss).evaluated(pred.detach(), target)
+            found[name] = value.detach(), pred.grad.full_tensor(), evaluated
         return found
 
-    workers = threads(work, 4)
-    for name, (kind, loss, plain) in LOSSES.items():
+    results = workers(work, 4)
+    for name, (kind, loss) in LOSSES.items():
         pred, target = rows(kind)
         pred.requires_grad_()
-        expected = (plain or loss)(pred, target)
+        expected = (loss or F.cross_entropy)(pred, target)
         expected.backward()
-        total, divisor = (sum(w[name][2][k] for w in workers) for k in range(2))
-        evaluated = Objective(loss).ratio(total, divisor)
-        assert evaluated == pytest.approx(expected.item(), rel=1e-12), name
-        for rank, worker in enumerate(workers):
-            assert worker[name][0] == pytest.approx(expected.item(), rel=1e-12), name
-            gradient = pred.grad[OWNERS == rank]
-            torch.testing.assert_close(worker[name][1], gradient, rtol=1e-12, atol=1e-15)
+        for found in results:
+            for value in (found[name][0], found[name][2]):
+                torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found[name][1], pred.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_names_tell_losses_apart():
-    losses = [loss for _, loss, _ in LOSSES.values()]
+    losses = [loss for _, loss in LOSSES.values()]
     losses += [nn.CrossEntropyLoss(weight=WEIGHT + 1, ignore_index=2), nn.HuberLoss(delta=0.4)]
     names = [Objective(loss).name for loss in losses]
     assert len(set(names)) == len(names)
@@ -117,16 +114,15 @@ def test_names_tell_losses_apart():
     ("loss", "error", "message"),
     [
         ("cross_entropy", TypeError, "'loss' to be a function"),
-        (nn.KLDivLoss(reduction="batchmean"), ValueError, "one of .*'none'.* 'batchmean'"),
-        (lambda p, t: (p - t).mean(), ValueError, r"a value for each of 23 rows \(got \[\] on ran"),
-        (lambda p, t: (p - t)[1:], ValueError, r"a value for each of 23 rows \(got \[22\]"),
-        (lambda p, t: p - t.view(-1, 1), ValueError, r"values of shape \[23, 23\] for.*squeeze"),
+        (lambda p, t: (p - t).square(), ValueError, r"one number of 23 rows, .* \(got \[23\]\)"),
+        (lambda p, t: float((p - t).mean()), ValueError, r"one number .* \(got float\)"),
+        (nn.MSELoss(), ValueError, r"of shape \[23\] and targets of shape \[23, 1\].*squeeze"),
     ],
 )
-def test_losses_that_are_no_sums_over_rows_are_refused(loss, error, message):
+def test_losses_that_give_no_number_are_refused(loss, error, message):
     pred, target = rows("numbers")
     with pytest.raises(error, match=message):
-        Objective(loss)(pred, target, pyg_sar.comm.current())
+        Objective(loss)(pred, target.view(-1, 1) if isinstance(loss, nn.Module) else target)
 
 
 def test_smoothing_belongs_to_the_default_loss():
@@ -213,8 +209,8 @@ def run_case(data: Data, name: str) -> Any:
     make, changes = CASES[name]
     options, outputs = make(data)
     model = small_gcn(outputs)
-    if "n_id" in data or isinstance(data.y, NodeTensor):
-        model = pyg_sar.distribute(model, view="local" if "n_id" in data else "global")
+    if isinstance(data.y, NodeTensor):
+        model = pyg_sar.distribute(model)
     config = TrainConfig(epochs=4, lr=0.02, **changes)
     trainer = Trainer(model, data, config, metrics=METRICS, **options)
     return replace(trainer.fit(), seconds=0.0), trainer
@@ -234,19 +230,15 @@ def test_targets_that_are_no_classes(tmp_path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
 
     def work() -> list[Any]:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        part = pyg_sar.load_partition(tmp_path / "parts")
         return [run_case(part, name)[0] for name in CASES]
 
-    def of_the_whole() -> list[Any]:
-        return [run_case(pyg_sar.load_partition(tmp_path / "parts"), name)[0] for name in CASES]
-
-    workers = threads(work, 3) + pyg_sar.launch(of_the_whole, 1, parts=3)
+    results = workers(work, 3) + parts(work, 3)
     for k, name in enumerate(CASES):
         expected, trainer = run_case(data, name)
-        for worker in workers:
-            same_results(worker[k], expected)
-        assert len({str(worker[k]) for worker in workers[:3]}) == 1
-        assert len({str(worker[k]) for worker in workers[3:]}) == 1
+        for found in results:
+            same_results(found[k], expected)
+        assert len({str(found[k]) for found in results}) == 1
         assert expected.final["test_two_nan"] is None and "val_accuracy" not in expected.final
         # By hand.
         out = trainer.model.eval()(data.x, data.edge_index).detach()
@@ -254,14 +246,14 @@ def test_targets_that_are_no_classes(tmp_path):
         pred = out.view(-1) if name == "regression" else out
         best = expected.best
         assert best["val_first"] == pytest.approx(first_rows(pred[mask], target[mask]), rel=1e-9)
-        loss = trainer.objective(pred[mask], target[mask], trainer.comm)
+        loss = trainer.objective(pred[mask], target[mask])
         assert best["val_loss"] == pytest.approx(float(loss), rel=1e-9)
 
 
 def link_run(train: Data, others: dict[str, Data]) -> Any:
     model = small_gcn(4)
-    if "n_id" in train or isinstance(train.x, NodeTensor):
-        model = pyg_sar.distribute(model, view="local" if "n_id" in train else "global")
+    if isinstance(train.x, NodeTensor):
+        model = pyg_sar.distribute(model)
     return Trainer(
         model,
         train,
@@ -280,14 +272,16 @@ def test_targets_of_pairs_of_nodes(tmp_path):
     graph = small_graph(dtype=torch.float64)
     graph = Data(x=graph.x, edge_index=graph.edge_index)
     splits = dict(zip(names, T.RandomLinkSplit()(graph), strict=True))
+    for data in splits.values():
+        data.edge_label = data.edge_label.double()
     owners = assign_nodes(splits["train"].edge_index, graph.num_nodes, 3, "random")
     for name, data in splits.items():
         pyg_sar.write_partitions(data, 3, tmp_path / name, owners)
     expected = link_run(splits["train"], {n: splits[n] for n in names[1:]}).fit()
     assert {"train_area", "val_area", "test_area", "test_loss"} <= expected.final.keys()
 
-    def work(view: Any = "local") -> Any:
-        parts = {name: pyg_sar.load_partition(tmp_path / name, view=view) for name in names}
+    def work() -> Any:
+        parts = {name: pyg_sar.load_partition(tmp_path / name) for name in names}
         trainer = link_run(parts["train"], {n: parts[n] for n in names[1:]})
         result = trainer.fit()
         trainer.save(tmp_path / "c")
@@ -295,23 +289,33 @@ def test_targets_of_pairs_of_nodes(tmp_path):
         again.resume(tmp_path / "c")
         return result, again.epoch
 
-    for result, epoch in threads(work, 3) + pyg_sar.launch(work, 1, "global", parts=3):
+    for result, epoch in workers(work, 3) + parts(work, 3):
         same_results(result, expected)
         assert epoch == 3
     with pytest.raises(ValueError, match=r"'evaluate_on' is for 'val' and 'test' \(got \['x'\]"):
         link_run(splits["train"], {"x": splits["val"]})
 
 
-def test_torchmetrics():
+def test_torchmetrics(tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
-    data = small_graph()
+    data = small_graph(200)
     given = {"task": "multiclass", "num_classes": 4}
     many = torchmetrics.MetricCollection([torchmetrics.F1Score(**given, average="macro")])
     metrics = {"acc": torchmetrics.Accuracy(**given, average="micro"), "all": many}
-    model = GCN(FEATURES, 8, 2, 4)
-    scores = Trainer(model, data, TrainConfig(monitor="all_F1Score"), metrics=metrics).evaluate()
+    metrics["area"] = torchmetrics.AUROC(**given)
+    model, config = GCN(FEATURES, 8, 2, 4), TrainConfig(monitor="all_F1Score")
+    scores = Trainer(model, data, config, metrics=metrics).evaluate()
     assert scores["val_acc"] == pytest.approx(scores["val_accuracy"], abs=1e-6)
     assert 0 <= scores["test_all_MulticlassF1Score"] <= 1
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+
+    def work() -> Any:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        own = pyg_sar.distribute(copy.deepcopy(model))
+        return Trainer(own, part, config, metrics=metrics).evaluate()
+
+    for found in workers(work, 3) + parts(work, 3):
+        assert found == pytest.approx(scores, rel=1e-5)
 
 
 def test_unfit_metrics_and_targets_are_named(tmp_path):
@@ -357,22 +361,21 @@ def test_unfit_metrics_and_targets_are_named(tmp_path):
 
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
 
-    def work() -> list[str]:
-        found = []
-        for name, metric in (("order", first_rows), ("fails", lambda p, t: 1 / 0)):
-            part = pyg_sar.load_partition(tmp_path / "parts", view="local")
-            if name == "order":
-                del part.n_id
-            model = pyg_sar.distribute(small_gcn(1), view="local")
-            try:
-                Trainer(model, part, metrics={name: metric}, **options).evaluate()
-            except ValueError as error:
-                found.append(str(error))
-        return found
+    def work() -> None:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        model = pyg_sar.distribute(small_gcn(1))
 
-    for order, fails in threads(work, 2):
-        assert "does not know its targets' order" in order
-        assert fails.endswith("which computes them: ZeroDivisionError: division by zero")
+        def refused(error: Any, match: str, **changes: Any) -> None:
+            with pytest.raises(error, match=match):
+                Trainer(model, part, **options | changes).evaluate()
+
+        refused(ZeroDivisionError, "division by zero", metrics={"fails": lambda p, t: 1 / 0})
+        own = lambda p, t: F.mse_loss(p.to_local(), t.to_local())  # noqa: E731
+        other = r"is \S+ on rank 0, \S+ on rank 1: losses and metrics .*to_local\(\)"
+        refused(ValueError, "'train_own' " + other, metrics={"own": own})
+        refused(ValueError, "'train_loss' " + other, loss=own)
+
+    workers(work, 2)
 
 
 # Schedulers ###################################################################

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from oracle import (
     Partitions,
     Sweep,
     make_graph,
+    parts,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import Linear
@@ -527,67 +530,74 @@ def test_layers_are_exact_with_kernels_and_without(world: int, partitions: Parti
     sweep.check()
 
 
-def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Default(aggr), policy, view="local")
+def rows_of_messages(root: Path, runs: list[Any]) -> list[tuple[list[int], int]]:
+    """For each run (aggregation, policy): rows of its messages, and the edges here."""
+    data, found = pyg_sar.load_partition(root), []
     x = data.x.requires_grad_()
-    layer(x, data.edge_index)  # is analysed
-    MESSAGES.rows.clear()
-    layer(x, data.edge_index).square().sum().backward()
-    return MESSAGES.rows.copy(), data.edge_index.size(1)
+    for aggr, policy in runs:
+        layer = pyg_sar.distribute(Default(aggr), policy)
+        layer(x, data.edge_index)  # is analysed
+        MESSAGES.rows.clear()
+        layer(x, data.edge_index).square().sum().backward()
+        found.append((MESSAGES.rows.copy(), data.edge_index.to_local().size(1)))
+    return found
 
 
-@pytest.mark.parametrize("aggr", ["sum", "mean", ["mean", "sum"]])
-@pytest.mark.parametrize("mode", [1, 2])
-def test_no_message_is_materialized(mode: int, aggr: Any, partitions: Partitions, kernels: None):
+def test_no_message_is_materialized(partitions: Partitions, kernels: None):
     """One edge is tried; without kernels every edge has its message."""
-    world = 3
-    root = partitions(make_graph(), world, "random")
-    for rows, _ in threads(rows_of_messages, world, root, SARPolicy(mode=mode, push="off"), aggr):
-        assert rows == [1]
-    off = SARPolicy(mode=mode, kernels="off")
-    for rows, edges in threads(rows_of_messages, world, root, off, aggr):
-        assert sum(rows) == edges
+    root = partitions(make_graph(), 3, "random")
+    off = {"on": {"push": "off"}, "off": {"kernels": "off"}}
+    runs = [
+        (aggr, SARPolicy(mode=mode, **off[kernels]))
+        for aggr, mode, kernels in product(("sum", "mean", ["mean", "sum"]), (1, 2), off)
+    ]
+    for found in workers(rows_of_messages, 3, root, runs):
+        for (aggr, policy), (rows, edges) in zip(runs, found, strict=True):
+            if policy.kernels == "off":
+                assert sum(rows) == edges, (aggr, policy)
+            else:
+                assert rows == [1], (aggr, policy)
 
 
-@pytest.mark.parametrize("aggr", ["var", ["sum", "std"], "median"])
-def test_other_aggregations_take_the_general_path(aggr: Any, partitions: Partitions):
+def test_other_aggregations_take_the_general_path(partitions: Partitions):
+    runs = [(aggr, SARPolicy()) for aggr in ("var", ["sum", "std"], "median")]
     root = partitions(make_graph(), 2, "random")
-    for rows, edges in threads(rows_of_messages, 2, root, SARPolicy(), aggr):
-        assert sum(rows) >= edges
+    for found in workers(rows_of_messages, 2, root, runs):
+        assert all(sum(rows) >= edges for rows, edges in found)
 
 
-def after_a_change(root: Path, hooked: bool) -> tuple[Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Default(), SARPolicy(push="off"), view="local")
+def after_a_change(root: Path, hooked: bool) -> tuple[Tensor, int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Default(), SARPolicy(push="off"))
     seen = []
     if hooked:
         layer.register_message_forward_hook(lambda *given: seen.append(given[2].size(0)))
     with torch.no_grad():
         layer(data.x, data.edge_index)
         layer.scale = 2.0
-        return layer(data.x, data.edge_index), data.n_id, sum(seen)
+        return whole(layer(data.x, data.edge_index)), sum(seen)
 
 
 def test_a_message_that_changed_is_noticed(partitions: Partitions):
     """Numbers don't make a layer be analysed again."""
     data = make_graph()
     expected = 2 * single_process(Default(), data).out
-    for out, ids, _ in threads(after_a_change, 3, partitions(data, 3, "random"), False):
-        torch.testing.assert_close(out, expected[ids])
+    for out, _ in workers(after_a_change, 3, partitions(data, 3, "random"), False):
+        torch.testing.assert_close(out, expected)
 
 
 def test_message_hooks_see_every_message(partitions: Partitions):
     data = make_graph()
-    found = threads(after_a_change, 2, partitions(data, 2, "random"), True)
-    assert sum(seen for _, _, seen in found) >= 2 * data.num_edges
+    found = workers(after_a_change, 2, partitions(data, 2, "random"), True)
+    assert sum(seen for _, seen in found) >= 2 * data.num_edges
 
 
 def transposed(root: Path) -> None:
     """Each shard's transposed structure holds the shard's edges, and is made once."""
-    data = pyg_sar.load_partition(root, view="local")
-    shards = shards_of(data.edge_index)
-    source, target = data.edge_index.ends()
+    data = pyg_sar.load_partition(root)
+    edges = data.edge_index.to_local()
+    shards = shards_of(edges)
+    source, target = edges.ends()
     for shard in shards.blocks:
         forward, back = shard.segments, shard.transposed(numbered=True)
         there, here = ends_of(forward), ends_of(back)
@@ -613,7 +623,7 @@ def ends_of(segments: Segments) -> list[tuple[int, int]]:
 
 
 def test_transposed_shards_hold_the_same_edges(partitions: Partitions):
-    threads(transposed, 3, partitions(make_graph(), 3, "random"))
+    workers(transposed, 3, partitions(make_graph(), 3, "random"))
 
 
 # Without the library ##########################################################
@@ -642,7 +652,7 @@ def test_one_warning_and_the_same_results(
         sweep.add("without", Job(make().double(), root, policies=[SARPolicy()]), data)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sweep.check()
+        sweep.check("parts")
     texts = [str(w.message) for w in caught if w.category is KernelWarning]
     assert len(texts) == 1 and "not built" in texts[0] and "kernels='off'" in texts[0]
     given = problem(3, torch.float64)
@@ -655,7 +665,7 @@ def test_kernels_off_does_not_warn(without_kernels: None, partitions: Partitions
     root = partitions(make_graph(), 2, "random")
     with warnings.catch_warnings():
         warnings.simplefilter("error", KernelWarning)
-        threads(rows_of_messages, 2, root, SARPolicy(kernels="off"), "sum")
+        parts(rows_of_messages, 2, root, [("sum", SARPolicy(kernels="off"))])
 
 
 def test_a_library_that_cannot_be_loaded_is_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from oracle import (
     Sweep,
     make_graph,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
@@ -142,58 +144,58 @@ def test_weights_with_an_axis_of_one(partitions: Partitions):
     sweep.check()
 
 
-def rows_of_messages(
-    root: Path, policy: SARPolicy, write: Callable[..., Tensor], learned: bool
-) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Weighted(write), policy, view="local")
+def rows_of_messages(root: Path, runs: list[Any]) -> list[tuple[list[int], int]]:
+    """For each run (message, policy, learned weights): rows of its messages, and the edges here."""
+    data, found = pyg_sar.load_partition(root), []
     x = data.x.requires_grad_()
-    weight = data.edge_weight.requires_grad_(learned)
-    layer(x, data.edge_index, weight)  # is analysed
-    MESSAGES.rows.clear()
-    layer(x, data.edge_index, weight).square().sum().backward()
-    return MESSAGES.rows.copy(), data.edge_index.size(1)
+    for write, policy, learned in runs:
+        layer = pyg_sar.distribute(Weighted(write), policy)
+        weight = data.edge_weight.clone().requires_grad_(learned)
+        layer(x, data.edge_index, weight)  # is analysed
+        MESSAGES.rows.clear()
+        layer(x, data.edge_index, weight).square().sum().backward()
+        found.append((MESSAGES.rows.copy(), data.edge_index.to_local().size(1)))
+    return found
 
 
-@pytest.mark.parametrize("write", PRODUCTS)
-@pytest.mark.parametrize("mode", [1, 2])
-@pytest.mark.parametrize("learned", [False, True])
-def test_no_message_is_materialized(
-    write: str, mode: int, learned: bool, partitions: Partitions, kernels: None
-):
+def test_no_message_is_materialized(partitions: Partitions, kernels: None):
     """One edge is tried; graphs that are kept need messages of learned weights."""
-    world, policy = 3, SARPolicy(mode=mode, push="off")
-    root = partitions(make_graph(), world, "random")
-    for rows, edges in threads(rows_of_messages, world, root, policy, PRODUCTS[write], learned):
-        if learned and mode == 2:
-            assert sum(rows) == edges
-        else:
-            assert rows == [1]
+    root = partitions(make_graph(), 3, "random")
+    runs = [
+        (write, SARPolicy(mode=mode, push="off"), learned)
+        for write, mode, learned in product(PRODUCTS.values(), (1, 2), (False, True))
+    ]
+    for found in workers(rows_of_messages, 3, root, runs):
+        for (write, policy, learned), (rows, edges) in zip(runs, found, strict=True):
+            if learned and policy.mode == 2:
+                assert sum(rows) == edges, write
+            else:
+                assert rows == [1], (write, policy, learned)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_messages_are_not_taken_for_products(name: str, partitions: Partitions):
+def test_other_messages_are_not_taken_for_products(partitions: Partitions):
     data = make_graph()
-    write = OTHERS[name]
     root = partitions(data, 2, "random")
-    for rows, edges in threads(rows_of_messages, 2, root, SARPolicy(), write, False):
-        assert sum(rows) >= edges
+    runs = [(write, SARPolicy(), False) for write in OTHERS.values()]
+    for found in workers(rows_of_messages, 2, root, runs):
+        for name, (rows, edges) in zip(OTHERS, found, strict=True):
+            assert sum(rows) >= edges, name
     sweep = Sweep(2)
-    job = Job(Weighted(write), root, policies=SWITCHES[:1], constants=("edge_weight",))
-    sweep.add(name, job, data)
+    for name, write in OTHERS.items():
+        job = Job(Weighted(write), root, policies=SWITCHES[:1], constants=("edge_weight",))
+        sweep.add(name, job, data)
     sweep.check()
 
 
-def after_a_change(root: Path) -> tuple[Tensor, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Weighted(column_first), SARPolicy(push="off"), view="local")
+def after_a_change(root: Path) -> tuple[Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Weighted(column_first), SARPolicy(push="off"))
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight)
     layer.scale = 2.0
     out = layer(x, data.edge_index, data.edge_weight)
     out.square().sum().backward()
-    assert x.grad is not None
-    return out.detach(), x.grad, data.n_id
+    return whole(out.detach()), whole(x.grad)
 
 
 def test_a_message_that_changed_is_noticed(partitions: Partitions):
@@ -202,21 +204,20 @@ def test_a_message_that_changed_is_noticed(partitions: Partitions):
     x = data.x.clone().requires_grad_()
     expected = 2 * Weighted(column_first)(x, data.edge_index, data.edge_weight)
     expected.square().sum().backward()
-    for out, gradient, ids in threads(after_a_change, 3, partitions(data, 3, "random")):
-        torch.testing.assert_close(out, expected.detach()[ids])
-        torch.testing.assert_close(gradient, x.grad[ids])
+    for out, gradient in workers(after_a_change, 3, partitions(data, 3, "random")):
+        torch.testing.assert_close(out, expected.detach())
+        torch.testing.assert_close(gradient, x.grad)
 
 
-def in_bfloat16(root: Path) -> tuple[Tensor, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(Weighted(column_first), view="local")
-    x, weight = data.x.bfloat16(), data.edge_weight.bfloat16()
-    return layer(x, data.edge_index, weight), data.n_id
+def in_bfloat16(root: Path) -> Tensor:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Weighted(column_first))
+    return whole(layer(data.x.bfloat16(), data.edge_index, data.edge_weight.bfloat16()))
 
 
 def test_bfloat16(partitions: Partitions):
     data: Data = make_graph()
     expected = single_process(Weighted(column_first), data, constants=("edge_weight",)).out
-    for out, ids in threads(in_bfloat16, 2, partitions(data, 2, "random")):
+    for out in workers(in_bfloat16, 2, partitions(data, 2, "random")):
         assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(out.double(), expected[ids], rtol=0.05, atol=0.1)
+        torch.testing.assert_close(out.double(), expected, rtol=0.05, atol=0.1)

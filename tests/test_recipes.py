@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, threads
+from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, workers
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -117,13 +116,14 @@ class Curve(Callback):
         self.accuracies.append(record.scores["test_accuracy"])
 
 
-def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
-    """All recipes on this worker's part; the outputs are those of its nodes."""
+def on_workers(root: Path, out: Path) -> dict[str, Run]:
+    """All recipes on a partition."""
     torch.set_default_dtype(torch.float64)  # PyG's LabelPropagation makes tensors of it.
-    data = pyg_sar.propagate_features(root, 2, out)
+    pyg_sar.propagate_features(root, 2, out)
+    data = pyg_sar.load_partition(out)
     found = {}
     for name, model in models().items():
-        own, curve = pyg_sar.distribute(model, view="local"), Curve()
+        own, curve = pyg_sar.distribute(model), Curve()
         how: dict[str, Any] = {}
         if name == "message flow graph":
             how["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
@@ -134,11 +134,9 @@ def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
         forward = lambda model, data: model(data)  # noqa: E731
         pyg_sar.Trainer(own, data, CONFIG, forward=forward, callbacks=[curve], **how).fit()
         found[name] = curve.accuracies, pyg_sar.infer(own, data, forward=forward)
-    for name, rows in after_training(
-        found["full batch"][1], data, partial(pyg_sar.distribute, view="local")
-    ).items():
-        found[name] = [pyg_sar.accuracy(rows, data.y, data.test_mask)], rows
-    return data.n_id, found
+    for name, rows in after_training(found["full batch"][1], data, pyg_sar.distribute).items():
+        found[name] = [accuracy(rows, data)], rows
+    return {name: (accuracies, rows.full_tensor()) for name, (accuracies, rows) in found.items()}
 
 
 # In one process ##############################################################
@@ -152,7 +150,7 @@ def in_one_process(model: nn.Module, data: Data, labels: bool) -> Run:
         shown = torch.zeros_like(data.train_mask)
         if labels:
             key = (CONFIG.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63
-            shown = ratio_mask(data.train_mask, RATIO, torch.arange(NODES), key)
+            shown = ratio_mask(data.train_mask, RATIO, key)
         data.label_mask, asked = shown, data.train_mask & ~shown
         optimizer.zero_grad()
         F.cross_entropy(model(data)[asked], data.y[asked]).backward()
@@ -197,31 +195,29 @@ def expected(graph: Data, partitions: Partitions, tmp_path_factory: Any) -> dict
     made = models()
     sampled = made.pop("sampled")
     runs = {name: in_one_process(model, data, name == "labels") for name, model in made.items()}
-    own, curve = pyg_sar.distribute(sampled, view="local"), Curve()
-    part = pyg_sar.load_partition(partitions(graph, 1), view="local")
+    own, curve = pyg_sar.distribute(sampled), Curve()
+    part = pyg_sar.load_partition(partitions(graph, 1))
     forward = lambda model, data: model(data)  # noqa: E731
     one = pyg_sar.Trainer(own, part, CONFIG, forward=forward, sampler=SAMPLING, callbacks=[curve])
     one.fit()
-    runs["sampled"] = curve.accuracies, pyg_sar.infer(own, part, forward=forward)
+    runs["sampled"] = curve.accuracies, pyg_sar.infer(own, part, forward=forward).full_tensor()
     for name, rows in after_training(runs["full batch"][1], data, lambda layer: layer).items():
         runs[name] = [accuracy(rows, data)], rows
     return runs
 
 
-def check(workers: list[tuple[Tensor, dict[str, Run]]], expected: dict[str, Run]) -> None:
+def check(results: list[dict[str, Run]], expected: dict[str, Run]) -> None:
     assert len({tuple(accuracies) for accuracies, _ in expected.values()}) > 4
     for name, (accuracies, out) in expected.items():
-        rows = torch.full_like(out, float("nan"))
-        for n_id, found in workers:
+        for found in results:
             assert found[name][0] == pytest.approx(accuracies, abs=1e-12), name
-            rows[n_id] = found[name][1]
-        assert error(rows, out) < TOLERANCE, name
+            assert error(found[name][1], out) < TOLERANCE, name
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")  # FastRGCNConv.
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_each_recipe_on_workers(world, graph, partitions, expected, tmp_path):
-    check(threads(on_workers, world, partitions(graph, world), tmp_path / "out"), expected)
+    check(workers(on_workers, world, partitions(graph, world), tmp_path / "out"), expected)
 
 
 def test_each_recipe_on_eight_parts_of_two_workers(graph, partitions, expected, tmp_path):

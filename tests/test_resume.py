@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar.comm.group import finalize
 from pyg_sar.errors import CheckpointError
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.config import EpochRecord, TrainConfig
@@ -42,10 +41,10 @@ class WithRows(nn.Module):
     def __init__(self, data: Data, dropout: float, named: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
-        n_id = data.get("n_id")
         self.rows: nn.Module = nn.Embedding(NODES, WIDTH)
-        if n_id is not None:
-            rows = pyg_sar.nn.NodeEmbedding(data.num_nodes, WIDTH, n_id, num_nodes=NODES)
+        if isinstance(data.x, NodeTensor):
+            n_id = data.x.rows.ids
+            rows = pyg_sar.nn.NodeEmbedding(len(n_id), WIDTH, n_id, num_nodes=NODES)
             rows.n_id = n_id if named else None
             self.rows = rows
         self.gnn = build_model(
@@ -53,7 +52,10 @@ class WithRows(nn.Module):
         )
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.gnn(torch.cat([x, self.rows.weight], dim=1), edge_index)
+        rows = self.rows.weight
+        if isinstance(x, NodeTensor):
+            rows = pyg_sar.from_local(rows, x)
+        return self.gnn(torch.cat([x, rows], dim=1), edge_index)
 
 
 class SaveAt(Callback):
@@ -71,8 +73,8 @@ def make_trainer(
     data: Data, dropout: float, config: TrainConfig = CONFIG, named: bool = True, **options: Any
 ) -> Trainer:
     model = WithRows(data, dropout, named).to(data.x.dtype)
-    if "n_id" in data:
-        model = pyg_sar.distribute(model, view="local")
+    if isinstance(data.x, NodeTensor):
+        model = pyg_sar.distribute(model)
     return Trainer(model, data, config, **options)
 
 
@@ -87,7 +89,7 @@ def saved_at(path: str | Path, epoch: int, start: str | Path = "") -> dict[str, 
     """A part's program: it goes on from a checkpoint, and saves one after some epoch."""
     found = {}
     for dtype in DTYPES:
-        data = pyg_sar.load_partition(f"{Path(path).parent}/{dtype}", view="local")
+        data = pyg_sar.load_partition(f"{Path(path).parent}/{dtype}")
         torch.manual_seed(99)  # A process starts at another random state.
         trainer = make_trainer(data, 0.4, callbacks=[SaveAt(f"{path}.{dtype}", epoch)])
         if start:
@@ -145,7 +147,7 @@ def elastic_worker(folder: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         data, path = (
-            pyg_sar.load_partition(f"{folder}/parts", view="local"),
+            pyg_sar.load_partition(f"{folder}/parts"),
             Path(folder) / "run.ckpt",
         )
         callbacks = [CheckpointEvery(path, every=2), LoseHost()]
@@ -179,9 +181,7 @@ def test_the_hosts_that_are_left_go_on_with_all_parts(tmp_path):
             host.terminate()  # It ends its workers.
     assert codes == [-signal.SIGKILL, 0]
     parts = tmp_path / "parts"
-    whole = hosted(
-        PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts, view="local"), 0.4))
-    )[0][0]
+    whole = hosted(PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts), 0.4)))[0][0]
     for part in range(PARTS):
         workers, start, losses = json.loads((tmp_path / f"part{part}").read_text())
         assert (workers, start) == (1, 2) and losses == whole
@@ -210,16 +210,16 @@ def partitions(tmp_path_factory) -> Path:
 
 
 def saved_run(root: str, path: str, dropout: float = 0.0, named: bool = True) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     return curve(make_trainer(data, dropout, named=named, callbacks=[SaveAt(path)]))
 
 
 def resumed_run(root: str, path: str, dropout: float = 0.0) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     trainer = make_trainer(data, dropout)
     trainer.resume(path)
     assert trainer.epoch == 3
-    return (data.n_id, *curve(trainer))
+    return (data.x.rows.ids, *curve(trainer))
 
 
 def close(found: list[float], expected: list[float]) -> None:
@@ -230,51 +230,40 @@ def test_another_partition_of_the_graph_continues_the_curve(partitions, tmp_path
     path = str(tmp_path / "c")
     whole = hosted(3, saved_run, str(partitions / "three"), path)[0]
     rows = torch.empty(NODES, WIDTH, dtype=torch.float64)
-    with pytest.warns(UserWarning, match=r"random states of 3 parts, this run has 2: they start"):
-        found = hosted(2, resumed_run, str(partitions / "two"), path)
+    found = hosted(2, resumed_run, str(partitions / "two"), path)
     for n_id, losses, _, state in found:
         rows[n_id] = state["rows.weight"]
         close(losses, whole[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # Three parts again: they take up their random states.
-        other = hosted(3, resumed_run, str(partitions / "other"), path)
+    other = hosted(3, resumed_run, str(partitions / "other"), path)
     for n_id, losses, scores, state in other:
         close(losses, whole[0])
         assert scores[0] == whole[1][0]
         torch.testing.assert_close(state["rows.weight"], rows[n_id], rtol=1e-9, atol=1e-12)
     # Plain PyG in one process.
     alone = make_trainer(small_graph(NODES, dtype=torch.float64), 0.0)
-    with pytest.warns(UserWarning, match="3 parts, this run has 1"):
-        alone.resume(path)
+    alone.resume(path)
     close(alone.fit().losses, whole[0])
     torch.testing.assert_close(alone.model.rows.weight.data, rows, rtol=1e-9, atol=1e-12)
 
 
-def test_dropout_of_other_parts_starts_from_the_seed(partitions, tmp_path):
+def test_dropout_goes_on_with_the_same_masks(partitions, tmp_path):
     path = str(tmp_path / "c")
-    hosted(3, saved_run, str(partitions / "three"), path, 0.4)
-    runs = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with pytest.warns(UserWarning, match=r"start from seed 3 \+ 3 \(other dropout masks\)"):
-            runs.append(hosted(2, resumed_run, str(partitions / "two"), path, 0.4))
-    assert runs[0][0][1] == runs[1][0][1]
-    trainer = make_trainer(small_graph(dtype=torch.float64), 0.4, replace(CONFIG, seed=None))
-    with pytest.warns(UserWarning, match="they go on as they are"):
-        trainer.resume(path, allow_changes=True)
+    whole = hosted(3, saved_run, str(partitions / "three"), path, 0.4)[0]
+    for *_, losses, _, _ in hosted(2, resumed_run, str(partitions / "two"), path, 0.4):
+        close(losses, whole[0])
+    alone = make_trainer(small_graph(NODES, dtype=torch.float64), 0.4)
+    alone.resume(path)
+    close(alone.fit().losses, whole[0])
 
 
 # What is refused #############################################################
 
 
 def refused(root: str, path: str, named: bool = True, **options: Any) -> str:
-    data = pyg_sar.load_partition(root, view="local")
-    if options.pop("nameless", False):
-        del data["n_id"]
-        model = pyg_sar.distribute(build_model("gcn", FEATURES, 4, CLASSES).double(), view="local")
-        trainer = Trainer(model, data, CONFIG)
-    else:
-        trainer = make_trainer(data, 0.0, named=named)
+    data = pyg_sar.load_partition(root)
+    if options.pop("without_edges", False):
+        del data["edge_index"]
+    trainer = make_trainer(data, 0.0, named=named)
     before = copy.deepcopy(trainer.model.state_dict())
     try:
         trainer.resume(path, **options)
@@ -303,9 +292,10 @@ def test_other_graphs_are_refused_by_name(partitions, tmp_path):
 def test_what_cannot_be_shown_to_be_the_same_graph_is_refused(partitions, tmp_path):
     path = str(tmp_path / "c")
     hosted(3, saved_run, str(partitions / "three"), path)
-    for message in hosted(2, refused, str(partitions / "two"), path, nameless=True):
+    for message in hosted(2, refused, str(partitions / "two"), path, without_edges=True):
         assert "it can't be shown that they are of the same graph" in message
-        assert "must have 'n_id'" in message and "Start workers that host 3 parts" in message
+        assert "must have an 'edge_index'" in message
+        assert "Start workers that host 3 parts" in message
 
 
 def test_rows_without_ids_need_the_same_partition(partitions, tmp_path):
@@ -320,12 +310,13 @@ def test_rows_without_ids_need_the_same_partition(partitions, tmp_path):
 
 def test_state_of_one_worker_alone_is_not_saved(partitions, tmp_path):
     def save(root: str, path: str) -> list[str]:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(WithRows(data, 0.0).double(), view="local")
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(WithRows(data, 0.0).double())
         optimizer = torch.optim.Adafactor(model.parameters())
-        pyg_sar.mean(model(data.x, data.edge_index).square().sum(dim=1)).backward()
+        model(data.x, data.edge_index).square().sum(dim=1).mean().backward()
         optimizer.step()
-        model.register_buffer("seen", torch.zeros(data.num_nodes, data.num_nodes))
+        here = len(data.x.to_local())
+        model.register_buffer("seen", torch.zeros(here, here))
         found = []
         for given in (optimizer, None):
             try:

@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, threads
+from oracle import (
+    CHANNELS,
+    CLASSES,
+    TOLERANCE,
+    Partitions,
+    error,
+    make_graph,
+    parts,
+    whole,
+    workers,
+)
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
@@ -47,21 +56,19 @@ def models() -> list[nn.Module]:
 
 
 def sampled(root: Path, models: list[nn.Module], seeds: torch.Tensor) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    mine = torch.isin(data.n_id, seeds)
-    flow = sample_neighbors(data, mine, FANOUT, key=5)
-    assert torch.equal(flow.e_id, flow.edge_index.order)
-    outs = [call_model(pyg_sar.distribute(copy.deepcopy(m), view="local"), flow) for m in models]
-    return [out[: flow.batch_size].detach() for out in outs], flow.n_id, flow.e_id, flow.batch_size
+    data = pyg_sar.load_partition(root)
+    flow = sample_neighbors(data, seeds, FANOUT, key=5)
+    outs = [call_model(pyg_sar.distribute(copy.deepcopy(m)), flow) for m in models]
+    outs = [whole(out[: flow.batch_size].detach()) for out in outs]
+    return outs, whole(flow.n_id), whole(flow.e_id), whole(flow.edge_index)
 
 
-@pytest.mark.parametrize(("world", "run"), [(1, threads), (3, threads), (8, host)])
+@pytest.mark.parametrize(("world", "run"), [(1, workers), (3, workers), (8, parts)])
 def test_numbers_are_those_of_pyg_on_the_sampled_edges(world, run, graph, partitions, models):
     seeds = torch.tensor([2, 3, 30, 77])
-    workers = run(sampled, world, partitions(graph, world), models, seeds)
-    e_id = torch.cat([found[2] for found in workers])
-    alone = threads(sampled, 1, partitions(graph, 1), models, seeds)[0]
-    assert torch.equal(e_id.sort().values, alone[2].sort().values)
+    everyone = run(sampled, world, partitions(graph, world), models, seeds)
+    alone = workers(sampled, 1, partitions(graph, 1), models, seeds)[0]
+    e_id = alone[2]
     # Each node has its neighbours or as many as were asked for, by the hop where it is found.
     source, target = graph.edge_index
     degree, found = target.bincount(minlength=NODES), target[e_id].bincount(minlength=NODES)
@@ -70,27 +77,32 @@ def test_numbers_are_those_of_pyg_on_the_sampled_edges(world, run, graph, partit
     second[source[e_id[first[target[e_id]]]]] = True
     most = torch.where(first, FANOUT[0], torch.where(second, FANOUT[1], 0))
     assert torch.equal(found, degree.minimum(most)) and bool((degree > most)[first].any())
+    for _, *ids in everyone:
+        assert all(map(torch.equal, ids, alone[1:]))
+        assert torch.equal(ids[0][: len(seeds)], seeds)
+        assert torch.equal(ids[0][ids[2]], graph.edge_index[:, e_id])
     # PyG trims: its layers see the edges into the batch's nodes only at last.
     for k, model in enumerate(models):
         x, edges = graph.x, graph.edge_index[:, e_id]
         hidden = model.act(model.convs[0](x, edges))
-        expected = model.convs[1](hidden, edges[:, first[edges[1]]]).detach()
-        for outs, n_id, _, size in workers:
-            assert error(outs[k], expected[n_id[:size]]) < TOLERANCE
+        expected = model.convs[1](hidden, edges[:, first[edges[1]]]).detach()[seeds]
+        assert all(error(outs[k], expected) < TOLERANCE for outs, *_ in everyone)
 
 
-def train(root: Path, model: nn.Module) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
-    return pyg_sar.Trainer(own, data, CONFIG, sampler=SAMPLING).fit()
+def train(root: Path, models: list[nn.Module]) -> list[Any]:
+    data = pyg_sar.load_partition(root)
+    own = [pyg_sar.distribute(copy.deepcopy(model)) for model in models]
+    return [pyg_sar.Trainer(model, data, CONFIG, sampler=SAMPLING).fit() for model in own]
 
 
 def test_any_number_of_workers_trains_the_same(graph, partitions, models):
-    alone = threads(train, 1, partitions(graph, 1), models[0])[0]
-    for world, run in ((3, threads), (8, host)):
-        found = run(train, world, partitions(graph, world), models[0])[0]
-        assert found.losses == pytest.approx(alone.losses, rel=TOLERANCE)
-        assert found.final == pytest.approx(alone.final, rel=TOLERANCE)
+    trained = [models[0], GCN(CHANNELS, 8, 2, CLASSES, dropout=0.5).double()]
+    alone = workers(train, 1, partitions(graph, 1), trained)[0]
+    for world, run in ((3, workers), (8, parts)):
+        everyone = run(train, world, partitions(graph, world), trained)
+        for found, expected in zip(everyone[0], alone, strict=True):
+            assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+            assert found.final == pytest.approx(expected.final, rel=TOLERANCE)
 
 
 def test_the_command(graph, partitions, capsys):
@@ -100,9 +112,9 @@ def test_the_command(graph, partitions, capsys):
     config = tool.RunConfig(
         parts=root, model=tool.ModelConfig(name="gcn", hidden=4), train=CONFIG, progress="none"
     )
-    whole = host(tool.train_worker, 2, config)[0]
+    every = parts(tool.train_worker, 2, config)[0]
     config = dataclasses.replace(config, sampler=SAMPLING)
-    assert host(tool.train_worker, 2, config)[0].losses != whole.losses
+    assert parts(tool.train_worker, 2, config)[0].losses != every.losses
     for wrong in ("0", "3,x", "1,2,3"):
         given = ["train", "--parts", root, "--sampler", "neighbor", "--num-neighbors", wrong]
         assert cli.main(given) == cli.EXIT_USAGE and "--num-neighbors" in capsys.readouterr().err
@@ -113,16 +125,14 @@ def test_wrong_arguments_are_refused(graph, partitions):
         NeighborSampling(num_neighbors=(2,), batch_size=0)
 
     def work(root: Path) -> None:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         with pytest.raises(ValueError, match="-1 or at least 1"):
             sample_neighbors(data, data.train_mask, [3, 0], 1)
         with pytest.raises(ValueError, match="without 'flow' and 'labels'"):
-            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES).double(), view="local")
+            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES).double())
             pyg_sar.Trainer(model, data, CONFIG, sampler=SAMPLING, labels=0.5)
         with pytest.raises(ValueError, match="cached=True"):
-            model = pyg_sar.distribute(
-                GCN(CHANNELS, 8, 2, CLASSES, cached=True).double(), view="local"
-            )
+            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES, cached=True).double())
             pyg_sar.Trainer(model, data, CONFIG, sampler=SAMPLING)
 
-    threads(work, 2, partitions(graph, 2))
+    workers(work, 2, partitions(graph, 2))

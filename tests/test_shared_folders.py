@@ -241,7 +241,7 @@ def test_only_regular_files_are_read(tmp_path: Path):
     for path in (tmp_path / "metadata.json", tmp_path / "g.npz", folder / "x.npy"):
         os.mkfifo(path)
     with pytest.raises(PartitionError, match="can't be read: .*no regular file"):
-        pyg_sar.load_partition(tmp_path, view="local")
+        pyg_sar.load_partition(tmp_path)
     for source in (tmp_path / "g.npz", folder):
         with pytest.raises(OSError, match="no regular file"):
             load_graph(str(source))

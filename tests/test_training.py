@@ -26,8 +26,8 @@ from pyg_sar.train import callbacks as callbacks_module
 from pyg_sar.train.arguments import make_schedulers, step
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.train.targets import SPLITS, find_targets
-from pyg_sar.train.trainer import Callback, Trainer, seed_worker
+from pyg_sar.train.targets import find_targets
+from pyg_sar.train.trainer import Callback, Trainer
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 
@@ -293,9 +293,8 @@ def test_the_last_epoch_is_evaluated_and_splits_may_be_missing():
 def test_columns_of_masks():
     data = small_graph(splits=3)
     for column in range(3):
-        for split, index in find_targets(data, column=column).index.items():
-            expected = labelled(data, data[f"{split}_mask"][:, column]).nonzero().view(-1)
-            assert torch.equal(index, expected)
+        for split, mask in find_targets(data, column=column).masks.items():
+            assert torch.equal(mask, labelled(data, data[f"{split}_mask"][:, column]))
     with pytest.raises(ValueError, match=r"split 3: data.train_mask has 3 splits"):
         find_targets(data, column=3)
 
@@ -322,7 +321,7 @@ def put(name: str, value: Any) -> Any:
         (put("y", lambda d: d.y.float()), {}, r"'data\.y' to hold one integer class.*float32"),
         (put("y", lambda d: d.y.view(-1, 2)), {}, r"\[num_nodes, 1\] \(got torch.int64 \[45, 2\]"),
         (put("val_mask", lambda d: d.val_mask[1:]), {}, r"'data\.val_mask' to be bool of shape"),
-        (put("train_mask", lambda d: d.train_mask & False), {}, "no labelled node on any worker"),
+        (put("train_mask", lambda d: d.train_mask & False), {}, "no labelled node"),
         (drop("val_mask"), {"patience": 3}, "need validation nodes"),
         (drop("val_mask"), {"schedule": "plateau"}, "need validation nodes"),
     ],
@@ -379,28 +378,17 @@ def test_a_long_epoch_says_that_it_goes_on(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_seeds_differ_between_workers_and_rank_0_is_one_process():
-    draws = []
-    for rank in range(4):
-        seed_worker(5, rank)
-        draws.append(torch.rand(4))
-    torch.manual_seed(5)
-    assert torch.equal(draws[0], torch.rand(4))
-    assert len({tuple(d.tolist()) for d in draws}) == 4
-
-
 # Several workers #############################################################
 
 
 def _with_dropout(root: str) -> list[float]:
-    policy = pyg_sar.SARPolicy(random="same")
-    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy, view="local")
-    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double())
+    data = pyg_sar.load_partition(root)
     data.x = data.x.double()
     return Trainer(model, data, DROPOUT_FREE).fit().losses
 
 
-def test_dropout_can_be_that_of_one_process(tmp_path):
+def test_dropout_is_that_of_one_process(tmp_path):
     data = small_graph()
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     data.x = data.x.double()
@@ -419,11 +407,9 @@ CASES = [
 ]
 
 
-def train_case(
-    data: Data, name: str, norm: str, changes: dict[str, Any], view: Any = "global"
-) -> dict[str, Any]:
+def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
-    model = pyg_sar.distribute(make_model(name, norm=norm).double(), view=view)
+    model = pyg_sar.distribute(make_model(name, norm=norm).double())
     config = replace(TrainConfig(epochs=5, split=1), **changes)
     result = Trainer(model, data, config, callbacks=[recorder]).fit()
     return {
@@ -434,42 +420,25 @@ def train_case(
     }
 
 
-def train_cases(parts: str) -> list[dict[str, Any]]:
+def train_cases(parts: str) -> dict[str, Any]:
     data = pyg_sar.load_partition(parts)
     results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
-    return [results, train_local_cases(parts)]
-
-
-def train_local_cases(parts: str) -> dict[str, Any]:
-    data = pyg_sar.load_partition(parts, view="local")
-    results = {f"{case[0]} {case[1]}": train_case(data, *case, "local") for case in CASES}
-    data.x = data.x.clone()
-    if pyg_sar.comm.current().rank == 0:
-        data.x[0] = math.nan
-    try:
-        train_case(data, "sage", "none", {}, "local")
-        diverged = ""
-    except DivergedError as error:
-        diverged = str(error)
-    if pyg_sar.comm.current().rank == 1:
-        data.train_mask = data.train_mask.long()
-    try:
-        train_case(data, "sage", "none", {}, "local")
-        unfit = ""
-    except ValueError as error:
-        unfit = str(error)
+    nodes = int((data.train_mask[:, 1] & (data.y >= 0)).to_local().sum())
     progress: list[str] = []
-    data.train_mask = data.train_mask.bool()
-    data.x = data.x.nan_to_num()
     Trainer(
-        pyg_sar.distribute(make_model().double(), view="local"),
+        pyg_sar.distribute(make_model().double()),
         data,
         DROPOUT_FREE,
         callbacks=[LineProgress(progress.append)],
     ).fit()
-    found = find_targets(data, column=1).index
-    nodes = {split: found[split].numel() for split in SPLITS}
-    return results | {"errors": (diverged, unfit), "lines": len(progress), "nodes": nodes}
+    data.x = data.x.clone()
+    data.x[0] = math.nan
+    with pytest.raises(DivergedError, match="loss is nan in epoch 1"):
+        train_case(data, "sage", "none", {})
+    data.train_mask = data.train_mask.long()
+    with pytest.raises(ValueError, match=r"'data.train_mask' to be bool of shape \[90\]"):
+        train_case(data, "sage", "none", {})
+    return results | {"lines": len(progress), "nodes": nodes}
 
 
 def strip_time(result: TrainResult) -> TrainResult:
@@ -483,16 +452,10 @@ def test_workers_train_as_one_process_does(tmp_path):
     part = (torch.arange(data.num_nodes) ** 2) % 2
     part[(~data.train_mask[:, 1]).nonzero().view(-1)[::2]] = 2
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", method=part)
-    found = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
-    for workers in zip(*found, strict=True):
-        compare(data, workers)
-    workers = [local for _, local in found]
-    assert [w["nodes"]["train"] > 0 for w in workers] == [True, True, False]
-    for worker in workers:
-        diverged, unfit = worker["errors"]
-        assert "loss is nan in epoch 1" in diverged
-        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
-    assert [worker["lines"] for worker in workers] == [4, 0, 0]
+    workers = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    compare(data, workers)
+    assert [w["nodes"] > 0 for w in workers] == [True, True, False]
+    assert [w["lines"] for w in workers] == [4, 0, 0]
 
 
 def compare(data: Data, workers: Any) -> None:

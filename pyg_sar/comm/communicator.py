@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.comm.backends import OPS, PeerTensor, Transport, TransportError
 from pyg_sar.comm.issuer import Issuer, Work
@@ -76,6 +77,8 @@ class Communicator(ABC):
         """The last backward pass in which an operator was given a node tensor."""
         self.layouts: dict[int, Any] = {}
         """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
+        self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+        """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False

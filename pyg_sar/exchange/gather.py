@@ -272,7 +272,7 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
 
 
 def plans_of_subsets(
-    plan: HaloPlan, used: Tensor, place: Tensor, sizes: Sequence[int]
+    plan: HaloPlan, used: Tensor, place: Tensor, sizes: Sequence[int], n_id: Tensor
 ) -> list[HaloPlan]:
     """Plans of the first own rows in another order, and of the halo rows that are used with them.
 
@@ -282,6 +282,7 @@ def plans_of_subsets(
         place: The new number of each own row, int64 ``[num_local]``; what peers use of a new plan
             is below its size.
         sizes: Own rows of each new plan.
+        n_id: Global ids of the own rows in that order.
 
     Returns:
         The plans. Halo rows keep their order.
@@ -290,14 +291,10 @@ def plans_of_subsets(
     asked = [used.new_empty(count, len(sizes)) for count in plan.send_counts]
     sends = [used[plan.halo_slice(q)] for q in range(plan.world_size)]
     post_all(plan, sends, asked, ("", "", "plan")).wait()
-    order = torch.empty_like(place)
-    known = place >= 0
-    order[place[known]] = torch.arange(place.numel(), device=place.device)[known]
     plans = []
     for k, size in enumerate(sizes):
         sent = [place[plan.send_rows(q)[rows[:, k] > 0]] for q, rows in enumerate(asked)]
         halo = [int(used[plan.halo_slice(q), k].sum()) for q in range(plan.world_size)]
-        n_id = None if plan.n_id is None else plan.n_id[order[:size]]
         counts = [rows.numel() for rows in sent]
-        plans.append(HaloPlan(plan.comm, size, halo, torch.cat(sent), counts, n_id))
+        plans.append(HaloPlan(plan.comm, size, halo, torch.cat(sent), counts, n_id[:size]))
     return plans

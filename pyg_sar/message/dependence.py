@@ -342,7 +342,6 @@ def _node_reads(program: TileProgram, tile: Tile, values: Sequence[Any]) -> Node
         (program.num_local, program.num_targets),
         [tile.targets, tile.index, tile.source]
         + [value for role, value in known if role != "whole"],
-        [value for role, value in known if role == "target"],
         (*program.layer.parameters(), *program.layer.buffers()),
     )
 

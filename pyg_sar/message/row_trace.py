@@ -37,6 +37,8 @@ from pyg_sar.message.row_labels import (
     reduced,
     scatter_labels,
 )
+from pyg_sar.space.distributed_index import METADATA, name_of
+from pyg_sar.tensors import NodeTensor
 
 # Operators ####################################################################
 
@@ -422,8 +424,16 @@ def as_mixed(labels: Tensor) -> Tensor:
     return ((labels > 0) | (labels == MIXED)).any()
 
 
+class WholeGraphError(Exception):
+    """A message calls this function of a tensor of the whole graph, not of its edges' rows."""
+
+
 class Asked(TorchFunctionMode):
-    """Notes values that go to Python below the operators; and calls that ask for nothing else."""
+    """Notes values that go to Python below the operators; and calls that ask for nothing else.
+
+    Raises:
+        WholeGraphError: At a tensor of the whole graph, which no message is given.
+    """
 
     def __init__(self, trace: RowTrace) -> None:
         super().__init__()
@@ -432,6 +442,8 @@ class Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         trace = self._trace
+        if func not in METADATA and any(isinstance(t, NodeTensor) for t in tree_leaves(args)):
+            raise WholeGraphError(name_of(func))
         if func in _READS and isinstance(args[0], Tensor) and trace.escapes(args[0]):
             trace.causes.note("python", func.__name__)
         if func is not torch.nn.functional.one_hot or len(args) + len(kwargs) < 2:

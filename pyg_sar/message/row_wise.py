@@ -23,7 +23,7 @@ from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, is_known
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
-from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step
+from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
 from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.space.index_space import DistEdgeIndex
 
@@ -34,10 +34,14 @@ _REMEDIES = {
         "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
         "on the whole graph before write_partitions(), or from node features"
     ),
+    "nodes": (
+        "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
+        "it to propagate() and take it as an '_i' or '_j' argument"
+    ),
     "ids": (
         "computes with ids of nodes ('{}' of 'index', 'edge_index_i' or 'edge_index_j'), which are "
-        "this worker's own numbering: pass data.n_id to propagate() and take it as an '_i' or '_j' "
-        "argument"
+        "this worker's own numbering: pass torch.arange(x.size(0)) to propagate() and take it as "
+        "an '_i' or '_j' argument"
     ),
     "numbers": (
         "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
@@ -148,6 +152,12 @@ class RowCheck:
 
     def found(self) -> RowWise:
         """Returns what the message does, and leaves the layer as it was."""
+        try:
+            return self._found()
+        except WholeGraphError as problem:
+            return RowWise(f"its message {_REMEDIES['nodes'].format(problem)}")
+
+    def _found(self) -> RowWise:
         small = Sizes(34, 10, 13 if self.bipartite else 10)
         large = Sizes(46, 11, 17 if self.bipartite else 11)
         numbers: Mapping[str, Any] | None = None

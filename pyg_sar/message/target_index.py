@@ -250,7 +250,6 @@ class NodeReads(TorchFunctionMode):
     Args:
         rows: This worker's numbers of nodes (of the sources, of the targets).
         own: Values of the edges at hand: what derives from them has a row per edge.
-        at_targets: Those of them that were read at the edges' targets: ids among these are local.
         tables: Parameters and buffers.
 
     Attributes:
@@ -261,7 +260,6 @@ class NodeReads(TorchFunctionMode):
         self,
         rows: Iterable[int],
         own: Iterable[Tensor],
-        at_targets: Iterable[Tensor],
         tables: Iterable[Tensor],
     ) -> None:
         super().__init__()
@@ -270,7 +268,6 @@ class NodeReads(TorchFunctionMode):
         self._readers = _readers()
         self._alive: list[Tensor] = []  # storages must not be freed, or their numbers come again
         self._made = {_storage(t) for t in (*own, *tables)}
-        self._local = {_storage(t) for t in at_targets}
         self._nodes: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -300,14 +297,12 @@ class NodeReads(TorchFunctionMode):
         ]
         if not _followed(source) or not numbers or _storage(source) not in self._nodes:
             return
-        if any(isinstance(t, TargetIndex) or _storage(t) in self._local for t in numbers):
+        if any(isinstance(t, TargetIndex) for t in numbers):
             return
         self.found = name_of(func)
 
     def _follow(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         nodes = any(_storage(t) in self._nodes for t in inputs)
-        edges = [t for t in inputs if _storage(t) not in self._nodes]
-        local = bool(inputs) and all(_storage(t) in self._local for t in edges) and bool(edges)
         for tensor in outputs:
             self._alive.append(tensor)
             key = _storage(tensor)
@@ -315,8 +310,6 @@ class NodeReads(TorchFunctionMode):
                 self._nodes.add(key)
             elif key not in self._nodes:
                 self._made.add(key)
-            if local:
-                self._local.add(key)
 
 
 def _followed(value: Any) -> bool:

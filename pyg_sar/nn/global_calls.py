@@ -71,6 +71,10 @@ class _Call:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
+        if self.comm.host is not None:
+            for tensor in found:
+                tensor.rows.check_part()
+            cast(Any, module).shared_parameters.check_part(self.comm)
         ends_of = [(t, t.edges) for t in found]
         self.edge_tensors = [t for t, edges in ends_of if edges is not None]
         self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]
@@ -87,6 +91,14 @@ class _Call:
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        if any(r.compared is not None and module not in r.compared for r in self.known):
+            raise DistributedIndexError(
+                f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
+                f"message flow graph at rank {self.comm.rank} before its model was compared with "
+                "the whole graph: call pyg_sar.train.check_flow(model, data, flow) once, with a "
+                "model that holds this layer (norms, readouts, or more layers than hops would give "
+                "other numbers)"
+            )
         self.axis: int | None = None
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         if batches:
@@ -156,7 +168,8 @@ class _Call:
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments of this worker's computation."""
-        args, kwargs = mapped(self.local, args), mapped(self.local, kwargs)
+        local = cache(self.local)  # One tensor in two roles stays one, and travels once.
+        args, kwargs = mapped(local, args), mapped(local, kwargs)
         for name in ("size", "num_nodes", "dim_size"):
             value = kwargs.get(name)
             if isinstance(value, tuple | list):

@@ -167,7 +167,7 @@ class DistMessagePassing(MessagePassing):
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
-            edge_index = inner(edge_index, edge_index.partial, self, self._source_row())
+            edge_index = inner(edge_index, self._source_row())
         if self.model_draws is None:
             return self._propagate(edge_index, size, kwargs)
         with away(self.model_draws):
@@ -275,7 +275,7 @@ class DistMessagePassing(MessagePassing):
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
-            edge_index = inner(edge_index, edge_index.partial, self, self._source_row())
+            edge_index = inner(edge_index, self._source_row())
         if edge_index.plan.open_ended:
             edge_index = with_room(self, edge_index, kwargs)
         if edge_index.targets is not None:

@@ -71,11 +71,6 @@ class ModelDraws(Drawing):
         super().__init__()
         self._comm, self._draws, self._title = comm, Draws(strength), title
         self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
-        if any(edges.partial is not None for edges in self._edges):
-            raise DistributedIndexError(
-                f"{title} with SARPolicy(random={strength!r}) draws the random numbers of the "
-                "whole graph, which can't be told for a message flow graph: leave random=None"
-            )
         self._total: int | None = None
         self._away = 0
 

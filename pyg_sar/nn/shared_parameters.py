@@ -1,12 +1,13 @@
 """The parameters of a model's layers, whose gradients are summed once per backward pass.
 
-[Note: one sum per pass] Outside of layers every gradient is complete on every worker
-(:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
-layers compute with other tensors in the place of their parameters: all of a model's come from one
-autograd node, which the engine runs when all their gradients are there. It sums these over the
-workers, in one message per dtype. What follows, ``.grad``, hooks, ``torch.autograd.grad``, is that
-of one process. The node serves until a parameter changes: the optimizer's step makes the next
-layer that is called begin another.
+[Note: one sum per pass] What operators make of node tensors has complete gradients on every worker
+(:mod:`pyg_sar.tensors`). In layers, and in functions that treat each row for itself
+(``F.linear``, recurrent cells), a worker's gradient of a parameter is what its rows contribute. So
+these compute with other tensors in the place of parameters: all of a model's come from one autograd
+node, which the engine runs when all their gradients are there. It sums these over the workers, in
+one message per dtype. What follows, ``.grad``, hooks, ``torch.autograd.grad``, is that of one
+process. The node serves until a parameter changes: the optimizer's step makes the next call begin
+another.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class SharedParameters:
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[str, weakref.ref[torch.nn.Module]]] = {}
+        self._others: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
         self._taken: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._comm: Communicator | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return SharedParameters, ()
@@ -73,21 +76,63 @@ class SharedParameters:
         """
         wanted = [parameter for _, parameter in shared_in(layer)]
         if not all(map(self._is_taken, wanted)):
-            self._take(layer, comm)
+            if id(layer) not in self._layers or self._layers[id(layer)][1]() is not layer:
+                self.join(str(getattr(layer, "ledger_name", type(layer).__name__)), layer)
+            self._take(comm)
         return {id(p): self._taken[id(p)][2] for p in wanted}
+
+    def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
+        """Lets functions that get one of a model's parameters find these.
+
+        Args:
+            comm: The communicator.
+            model: The model.
+        """
+        for name, parameter in model.named_parameters():
+            comm.shared_parameters[parameter] = weakref.ref(self), name
+
+    def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
+        """Returns what functions compute with in the place of a parameter outside of layers.
+
+        Args:
+            name: Its name in the model, for errors.
+            parameter: The parameter.
+            comm: The communicator.
+        """
+        if not self._is_taken(parameter):
+            self._others.setdefault(id(parameter), (name, weakref.ref(parameter)))
+            self._take(comm)
+        return self._taken[id(parameter)][2]
+
+    def check_part(self, comm: Communicator) -> None:
+        """Raises ``ValueError`` on a model that another part of this process runs.
+
+        Args:
+            comm: That of this part.
+        """
+        before, self._comm = self._comm, comm
+        same = before is None or before is comm or before.closed
+        if not same and before is not None and before.host is comm.host:
+            raise ValueError(
+                f"Rank {before.rank} runs this model in the same process, and rank {comm.rank} "
+                "can't do so as well: make, or copy, the model within the function that each part "
+                "runs"
+            )
 
     def _is_taken(self, parameter: Tensor) -> bool:
         original, version, taken = self._taken.get(id(parameter), (None, 0, parameter))
         same = original is parameter and version == parameter._version
         return same and taken.shape == parameter.shape and taken.data_ptr() == parameter.data_ptr()
 
-    def _take(self, layer: torch.nn.Module, comm: Communicator) -> None:
-        if id(layer) not in self._layers or self._layers[id(layer)][1]() is not layer:
-            self.join(str(getattr(layer, "ledger_name", type(layer).__name__)), layer)
+    def _take(self, comm: Communicator) -> None:
         named: dict[int, tuple[str, Tensor]] = {}
         for name, one in self.layers():
             for own, parameter in shared_in(one):
                 named.setdefault(id(parameter), (f"{name}.{own}", parameter))
+        for key, (name, reference) in self._others.items():
+            other = reference()
+            if other is not None and other.requires_grad:
+                named.setdefault(key, (name, other))
         values = [parameter for _, parameter in named.values()]
         # Not by a reference that would keep both: the collector doesn't see autograd's nodes.
         taken = _Shared.apply(comm, weakref.ref(self), list(named.values()), *values)

@@ -158,17 +158,19 @@ def _take_rows(
     for name, attribute in attributes.items():
         rows = {"node": nodes, "edge": edges}.get(attribute.level)
         value = store.get(name)
-        if rows is None or value is None or isinstance(value, DistEdgeIndex):
-            continue
-        if isinstance(value, Tensor) and value.layout == torch.strided:
-            plain = value.as_subclass(Tensor)
-            store[name] = wrap(plain, rows, attribute.dim)
-        else:
-            raise PartitionError(
-                f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
-                f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense "
-                "tensor before write_partitions(), or leave it out"
-            )
+        if rows is not None and value is not None and not isinstance(value, DistEdgeIndex):
+            store[name] = _tensor(name, value, attribute, rows)
+
+
+def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTensor:
+    """Returns an attribute's rows of this worker as a tensor of the whole graph."""
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return wrap(value.as_subclass(Tensor), rows, attribute.dim)
+    raise PartitionError(
+        f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
+        f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense "
+        "tensor before write_partitions(), or leave it out"
+    )
 
 
 def _take_lists(
@@ -182,14 +184,13 @@ def _take_lists(
             value, place = value[info.key], place[info.key]
         rows = node_rows(comm, place, info.count)
         if isinstance(value, DistEdgeIndex):
-            found: NodeTensor = edge_tensor(Edges(value, sources, targets), rows)
-            ids = wrap(found.local, rows, 1)
+            ids: Tensor = edge_tensor(Edges(value, sources, targets), rows)
         else:
-            ids = wrap(sources.ids[torch.as_tensor(value).long()], rows, 0)
+            ids = sources.ids[torch.as_tensor(value).long()]
+            ids = wrap(ids.to(getattr(torch, info.attribute.dtype)), rows, 0)
         put_list(store, info.name, info.key, ids)
-        for name in info.rows:
-            if isinstance(store.get(name), Tensor):
-                store[name] = wrap(store[name], rows, 0)
+        for name, attribute in info.rows.items():
+            store[name] = _tensor(name, store[name], attribute, rows)
     for info in lists:
         if store.get(f"{info.name}{PLACE}") is not None:
             del store[f"{info.name}{PLACE}"]

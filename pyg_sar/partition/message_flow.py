@@ -1,16 +1,18 @@
 """Message flow graphs: the nodes and edges that a few nodes' outputs depend on, layer by layer.
 
 [Note: layers] A node's hop is the least number of edges from it to a seed. Nodes are in the order
-of hops, seeds first, edges in that of their targets' hops. Of L layers, layer l = 0, 1, ... reads
-nodes of at most L - l hops and sums over the in-edges of those of at most L - l - 1. Both are the
-first ones of what layer l - 1 has, so that ``trim_to_layer`` cuts one from the other, as of a batch
-of ``NeighborLoader``; but no neighbour is left out. Self loops of the nodes of L - l hops stay in
-layer l: layers replace them by others, and a node's number of in-edges must be right.
+of hops, seeds first, and of their ids, edges in that of their targets' hops. Of L layers, layer
+l = 0, 1, ... reads nodes of at most L - l hops and sums over the in-edges of those of at most
+L - l - 1. Both are the first ones of what layer l - 1 has, so that ``trim_to_layer`` cuts one from
+the other, as of a batch of ``NeighborLoader``; but no neighbour is left out. Self loops of the
+nodes of L - l hops stay in layer l: layers replace them by others, and a node's number of in-edges
+must be right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -19,11 +21,16 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.exchange.gather import halo_reduce, plans_of_subsets
-from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.partition.loading import PartData
+from pyg_sar.ledger import Label
 from pyg_sar.partition.node_lists import is_named
-from pyg_sar.space.distributed_index import DistEdgeIndex, Partial, dist_edge_index, plain
+from pyg_sar.space.distributed_index import DistEdgeIndex, Order, Partial, dist_edge_index, plain
 from pyg_sar.space.draws import keyed_numbers
+from pyg_sar.space.edge_ids import Given
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, rows_at, wrap
+from pyg_sar.tensors.rows import all_to_all
+from pyg_sar.wording import counted
+
+_LABEL: Label = ("", "", "message flow graph")
 
 
 @torch.no_grad()
@@ -32,7 +39,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
 
     The result is like a batch of PyG's ``NeighborLoader`` whose seeds are all seeds and whose
     neighbours are all neighbours, so outputs and gradients of the seeds are those of the whole
-    graph. Its nodes are spread over the workers as in ``data``. PyG's own models
+    graph. Its tensors are of the subgraph, spread over the workers as in ``data``. PyG's own models
     (``torch_geometric.nn.GCN``, ...) compute in each layer what the seeds need and nothing else
     where they get ``num_sampled_nodes`` and ``num_sampled_edges``, models of your own with
     ``torch_geometric.utils.trim_to_layer``:
@@ -47,34 +54,39 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
             num_sampled_nodes_per_hop=flow.num_sampled_nodes,
             num_sampled_edges_per_hop=flow.num_sampled_edges,
         )[: flow.batch_size]
-        loss = pyg_sar.mean(F.cross_entropy(out, flow.y[: flow.batch_size], reduction="none"))
+        loss = F.cross_entropy(out, flow.y[: flow.batch_size])
 
     What takes all nodes together (batch norms, readouts, attention over all nodes) sees fewer nodes
     here than in the whole graph, and gives other numbers. So layers run on it after
     :func:`pyg_sar.train.check_flow` has compared the seeds' outputs with those of the whole graph;
     ``Trainer(..., flow=flow)`` does so before the first step.
 
+    Dropout and other random numbers are those that one process draws on ``flow``, a graph of its
+    own: with the same state of the generator others than on the whole graph.
+
     Args:
         data: What :func:`pyg_sar.load_partition` gave.
-        seeds: This worker's nodes whose outputs are needed: bool ``[num_nodes]`` or a list of local
-            ids, each once; none on some workers.
+        seeds: The nodes whose outputs are needed: bool ``[num_nodes]`` or a list of ids, each once.
         num_layers: How often the model passes messages on, one after the other. A layer of K hops
             (``SGConv(K=3)``) counts K times, and must not be trimmed inside.
 
     Returns:
-        A ``Data`` with the node- and edge-level attributes of ``data``, ``batch_size`` (the seeds,
-        which come first), ``n_id`` and ``e_id`` (global ids), ``input_id`` (the seeds' local ids in
-        ``data``), ``num_sampled_nodes`` and ``num_sampled_edges`` (of this worker, by hop).
+        A ``Data`` with the node- and edge-level attributes of ``data`` and ``batch_size`` (the
+        seeds, which come first, in the order of their ids), ``n_id`` and ``e_id`` (of each node and
+        edge the number in ``data``), ``input_id`` (the seeds' ``n_id``), ``num_sampled_nodes`` and
+        ``num_sampled_edges`` (lists of numbers, by hop). The order of nodes and edges is the same
+        for any number of workers.
 
     Raises:
-        TypeError: When ``data`` is no worker's part of a graph with one type of nodes.
-        ValueError: When the seeds are no nodes, or there is none on any worker.
+        TypeError: When ``data`` is no graph with one type of nodes.
+        ValueError: When the seeds are no nodes, or none.
+        IndexError: When they are ids of no nodes.
     """
-    edges = _distributed_edges(data)
+    edges = distributed_edges(data)
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
-    hop = _hops(edges, _mask(seeds, edges.plan), num_layers)
-    return _flow(data, edges, hop, _turns(edges, hop), num_layers, whole=True)
+    hop = _hops(edges.index, _mask(seeds, edges.targets), num_layers)
+    return _flow(data, edges, hop, _turns(edges.index, hop), num_layers, whole=True)
 
 
 @torch.no_grad()
@@ -87,7 +99,7 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
 
     Args:
         data: What :func:`pyg_sar.load_partition` gave.
-        seeds: This worker's nodes of the batch, as of :func:`pyg_sar.message_flow_graphs`.
+        seeds: The nodes of the batch, as of :func:`pyg_sar.message_flow_graphs`.
         num_neighbors: The most in-edges of a node, by hop from the seeds; -1 keeps all.
         key: Which draw: another number for each batch and epoch.
 
@@ -95,98 +107,186 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
         A ``Data`` as of :func:`pyg_sar.message_flow_graphs`. Degrees are those among its edges.
 
     Raises:
-        TypeError: When ``data`` is no worker's part of a graph with one type of nodes.
-        ValueError: When the seeds are no nodes, there is none on any worker, or ``num_neighbors``
-            is no list of integers, -1 or at least 1.
+        TypeError: When ``data`` is no graph with one type of nodes.
+        ValueError: When the seeds are no nodes, or none, or ``num_neighbors`` is no list of
+            integers, -1 or at least 1.
+        IndexError: When the seeds are ids of no nodes.
     """
-    edges, layers = _distributed_edges(data), len(num_neighbors)
+    edges, layers = distributed_edges(data), len(num_neighbors)
     if not layers or any(isinstance(n, bool) or n == 0 or n < -1 for n in num_neighbors):
         raise ValueError(
             f"Expected 'num_neighbors' to be integers, -1 or at least 1 (got {num_neighbors!r})"
         )
-    if edges.order is None:
-        raise ValueError("Edges whose global numbers are unknown can't be sampled")
-    hop, turns = _sampled(edges, _mask(seeds, edges.plan), num_neighbors, key)
+    numbers = data.edge_index.rows.ids
+    hop, turns = _sampled(edges.index, numbers, _mask(seeds, edges.targets), num_neighbors, key)
     return _flow(data, edges, hop, turns, layers, whole=False)
 
 
-def _distributed_edges(data: Data) -> DistEdgeIndex:
+def distributed_edges(data: Data) -> Edges:
+    """Returns the edges of a graph with one type of nodes.
+
+    Raises:
+        TypeError: When ``data`` is another one.
+        ValueError: When its edges are flipped.
+    """
     if isinstance(data, HeteroData):
         raise TypeError(
             "Message flow graphs and sampled neighbours are of one type of nodes (got 'data' of "
             f"types {', '.join(data.node_types)}): train on the whole HeteroData, or write the "
             "partitions of data.to_homogeneous(), whose data.edge_type RGCNConv and others take"
         )
-    edges = data.get("edge_index") if isinstance(data, Data) else None
-    if not isinstance(edges, DistEdgeIndex) or edges.bipartite or edges.partial is not None:
+    index = data.get("edge_index") if isinstance(data, Data) else None
+    edges = index.edges if isinstance(index, NodeTensor) else None
+    if edges is None or edges.index.bipartite or edges.index.partial is not None:
         raise TypeError(
-            "Expected 'data' to be a part with one type of nodes, as "
-            f"load_partition(root, view='local') gives it (got {type(data).__name__} with "
-            f"{_kind(edges)} as edge_index)"
+            "Expected 'data' to be a graph with one type of nodes and its own edge_index, as "
+            f"load_partition(root) gives it (got {type(data).__name__} with {_kind(index)} as "
+            "edge_index)"
         )
-    if edges.dist_row != 0:
+    if edges.index.dist_row != 0:
         raise ValueError("Expected 'data.edge_index' to go from sources to targets (it is flipped)")
-    return edges
+    found: Edges = edges
+    return found
 
 
-def _kind(edges: Any) -> str:
-    if isinstance(edges, DistEdgeIndex) and edges.partial is not None:
-        return "edges of a message flow graph"
-    return type(edges).__name__
+def _kind(index: Any) -> str:
+    if not isinstance(index, NodeTensor):
+        return type(index).__name__
+    return "computed edges" if index.edges is None else "edges of a message flow graph"
 
 
-def _flow(
-    data: Data, edges: DistEdgeIndex, hop: Tensor, turns: Tensor, layers: int, whole: bool
-) -> Data:
+def _mask(seeds: Tensor, rows: Rows) -> Tensor:
+    """Returns which of this worker's nodes are seeds. Collective."""
+    wanted = "Expected 'seeds' to be a mask or a list of ids"
+    if not isinstance(seeds, Tensor) or seeds.dim() != 1 or seeds.is_floating_point():
+        raise ValueError(f"{wanted} (got {getattr(seeds, 'shape', type(seeds).__name__)})")
+    if seeds.dtype == torch.uint8:
+        raise ValueError(f"{wanted} (got torch.uint8; if it is a mask, pass seeds.bool())")
+    if seeds.dtype == torch.bool:
+        if len(seeds) != rows.total:
+            raise ValueError(f"{wanted} of {counted(rows.total, 'nodes')} (got {len(seeds)})")
+        mask = rows_at(seeds, rows, 0)
+    elif isinstance(seeds, NodeTensor):
+        ids = rows.checked_together(seeds.local.long())
+        mask = torch.zeros(rows.count, dtype=torch.bool, device=ids.device)
+        rows.fetch(ids, seeds).put(torch.ones_like(ids, dtype=torch.bool), mask, False)
+    else:
+        ids = rows.checked(seeds.to(rows.comm.device).long())
+        mask = torch.zeros(rows.count, dtype=torch.bool, device=ids.device)
+        local = rows.local(ids)
+        mask[local[local >= 0]] = True
+    number = int(rows.comm.all_reduce(mask.sum().view(1), label=_LABEL))
+    if seeds.dtype != torch.bool and number < len(seeds):
+        raise ValueError(
+            f"{wanted}, each once (got {len(seeds)} of {counted(number, 'nodes')}; is it a mask? "
+            "pass seeds.bool())"
+        )
+    if not number:
+        raise ValueError("'seeds' holds no node")
+    return mask
+
+
+# The subgraph ##################################################################
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Some rows of the whole graph, in the order of a number that each of them has.
+
+    Attributes:
+        source: This worker's, by their places among its rows, ``[n]``.
+        rows: Their layout.
+        totals: How many have each number, on all workers.
+    """
+
+    source: Tensor
+    rows: Rows
+    totals: list[int]
+
+    def layers(self, first: int, count: int) -> list[Rows]:
+        """Returns the layouts of ``count`` layers: each leaves out those of one number more.
+
+        Args:
+            first: How many numbers the first one has.
+            count: The layers.
+        """
+        found = [self.rows]
+        for k in range(1, count):
+            total, last = sum(self.totals[: first - k]), found[-1]
+            found.append(last if total == last.total else last.sliced(0, total, 1))
+        return found
+
+
+def _chosen(rows: Rows, number: Tensor, most: int) -> _Chosen:
+    """Chooses the rows whose number is below ``most``, in its order and that of ids. Collective.
+
+    Each worker orders a run of ids; none holds a table of all rows.
+
+    Args:
+        rows: The layout of the whole graph's.
+        number: Of each row here, int64 ``[rows here]``, not negative.
+        most: The bound.
+    """
+    comm, world = rows.comm, rows.comm.world_size
+    source = number.argsort(stable=True)[: int((number < most).sum())]
+    ids, number = rows.ids[source], number[source]
+    span = max(-(-rows.total // world), 1)
+    order = (ids // span).argsort(stable=True)
+    counts = torch.bincount(ids // span, minlength=world).tolist()
+    asked = all_to_all(list(torch.stack([number, ids], 1)[order].split(counts)), comm)
+    number, own = torch.cat(asked).unbind(1)
+    by_number = (number * span + own % span).argsort()
+    here = torch.bincount(number, minlength=most)
+    everywhere = torch.stack(comm.all_gather(here, label=_LABEL))
+    totals = everywhere.sum(0)
+    before = totals.cumsum(0) - totals + everywhere[: comm.rank].sum(0) - here.cumsum(0) + here
+    places = torch.empty(len(own), dtype=torch.long, device=own.device)
+    places[by_number] = torch.arange(len(own), device=own.device)
+    places += before[number]
+    answers = all_to_all(list(places.split([len(part) for part in asked])), comm)
+    found = torch.empty_like(ids)
+    found[order] = torch.cat(answers)
+    return _Chosen(source, Rows(comm, int(totals.sum()), len(source), found), totals.tolist())
+
+
+def _flow(data: Data, edges: Edges, hop: Tensor, turns: Tensor, layers: int, whole: bool) -> Data:
     """Returns the graph of the nodes of at most ``layers`` hops, and of edges by their turns.
 
     Args:
-        data: The part.
+        data: The whole graph.
         edges: Its edges.
-        hop: Each own node's hop.
-        turns: The hop that each edge is sorted by; ``layers`` where it is left out.
+        hop: The hop of each node here.
+        turns: The hop that each edge here is sorted by; ``layers`` where it is left out.
         layers: The number of layers.
-        whole: Degrees are those of the whole graph.
+        whole: No neighbour is left out, and degrees are those of the whole graph.
     """
-    nodes = hop.argsort(stable=True)[: int((hop <= layers).sum())]
-    columns = turns.argsort(stable=True)[: int((turns < layers).sum())]
-    flow = PartData()
-    for name, level in _levels(data, edges.plan).items():
-        flow[name] = _rows(data[name], nodes if level == "node" else columns)
-    flow.num_nodes = len(nodes)
-    flow.num_sampled_nodes = hop[nodes].bincount(minlength=layers + 1).tolist()
-    flow.num_sampled_edges = turns[columns].bincount(minlength=layers).tolist()
-    flow.batch_size = flow.num_sampled_nodes[0]
-    flow.input_id = nodes[: flow.batch_size]
-    flow.edge_index = _edges(edges, nodes, columns, flow, whole)
+    of_edges = data.edge_index.rows
+    nodes, columns = _chosen(edges.targets, hop, layers + 1), _chosen(of_edges, turns, layers)
+    nodes.rows.compared = WeakSet() if whole else None
+    flow = Data()
+    for name, value in data.to_dict().items():
+        if not isinstance(value, Tensor) or not value.dim() or is_named(name):
+            continue
+        if data.is_node_attr(name):
+            flow[name] = _of_chosen(data, name, edges.targets, nodes)
+        elif data.is_edge_attr(name):
+            flow[name] = _of_chosen(data, name, of_edges, columns)
+    flow.edge_index = _edges(edges.index, of_edges.ids, nodes, columns, whole)
+    flow.num_nodes = nodes.rows.total
+    flow.num_sampled_nodes, flow.num_sampled_edges = nodes.totals, columns.totals
+    flow.batch_size = nodes.totals[0]
+    flow.n_id = wrap(edges.targets.ids[nodes.source], nodes.rows, 0)
+    flow.e_id = wrap(of_edges.ids[columns.source], columns.rows, 0)
+    flow.input_id = flow.n_id[: flow.batch_size]
     return flow
 
 
-def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
-    """Returns which own nodes are seeds."""
-    num = plan.num_local
-    problem = ""
-    mask = torch.zeros(num, dtype=torch.bool, device=plan.send_index.device)
-    if not isinstance(seeds, Tensor) or seeds.dim() != 1 or seeds.is_floating_point():
-        problem = f"a mask or a list of ids (got {getattr(seeds, 'shape', type(seeds).__name__)})"
-    elif seeds.dtype == torch.uint8:
-        problem = "a mask or a list of ids (got torch.uint8; if it is a mask, pass seeds.bool())"
-    elif seeds.dtype == torch.bool and len(seeds) != num:
-        problem = f"a mask of this worker's nodes, {num} values (got {len(seeds)})"
-    elif seeds.dtype != torch.bool and not bool(((seeds >= 0) & (seeds < num)).all()):
-        problem = f"local ids below {num} (got {int(seeds.min())} to {int(seeds.max())})"
-    elif seeds.dtype != torch.bool and len(seeds.unique()) < len(seeds):
-        problem = f"local ids, each once (got {len(seeds)} of {len(seeds.unique())} nodes; is it "
-        problem += "a mask? pass seeds.bool())"
-    else:
-        mask[seeds] = True
-    told = plan.comm.all_gather_object((problem, int(mask.sum())))
-    for rank, (text, _) in enumerate(told):
-        if text:
-            raise ValueError(f"Expected 'seeds' to be {text} at rank {rank}")
-    if not any(count for _, count in told):
-        raise ValueError("'seeds' holds no node on any worker")
-    return mask
+def _of_chosen(data: Data, name: str, rows: Rows, chosen: _Chosen) -> NodeTensor:
+    """Returns the chosen rows of an attribute."""
+    value = data[name]
+    axis = data.__cat_dim__(name, value) % value.dim()
+    local = rows_at(value, rows, axis).index_select(axis, chosen.source)
+    return wrap(local, chosen.rows, axis)
 
 
 def _hops(edges: DistEdgeIndex, seeds: Tensor, num_layers: int) -> Tensor:
@@ -202,12 +302,10 @@ def _hops(edges: DistEdgeIndex, seeds: Tensor, num_layers: int) -> Tensor:
 
 
 def _sampled(
-    edges: DistEdgeIndex, seeds: Tensor, num_neighbors: Sequence[int], key: int
+    edges: DistEdgeIndex, numbers: Tensor, seeds: Tensor, num_neighbors: Sequence[int], key: int
 ) -> tuple[Tensor, Tensor]:
     """Returns each own node's hop over sampled edges, and the hop of each sampled edge's target."""
-    (source, target), order = edges.ends(), edges.order
-    if order is None:
-        raise AssertionError("edges without global numbers")
+    source, target = edges.ends()
     layers = len(num_neighbors)
     hop = torch.full(seeds.shape, layers + 1, device=seeds.device)
     hop[seeds] = 0
@@ -215,7 +313,7 @@ def _sampled(
     for k, most in enumerate(num_neighbors):
         columns = (hop[target] == k).nonzero().view(-1)
         if most > 0:
-            columns = columns[_first(target[columns], order[columns], most, key)]
+            columns = columns[_first(target[columns], numbers[columns], most, key)]
         turns[columns] = k
         found = torch.zeros(edges.plan.num_ids, device=seeds.device)
         found[source[columns]] = 1
@@ -240,63 +338,44 @@ def _turns(edges: DistEdgeIndex, hop: Tensor) -> Tensor:
     return torch.where(source == target, (hop[target] - 1).clamp(min=0), hop[target])
 
 
-def _levels(data: Data, plan: HaloPlan) -> dict[str, str]:
-    """Returns the attributes with a row per node or edge, on all workers."""
-    even = data.num_nodes == data.num_edges  # Here, where other workers may tell them apart.
-    mine: dict[str, list[str]] = {}
-    for name, value in data.to_dict().items():
-        if type(value) is Tensor and value.dim() and not is_named(name):
-            node, edge = data.is_node_attr(name), data.is_edge_attr(name)
-            fits = node or (even and edge), edge or (even and node)
-            mine[name] = [level for level, fit in zip(("node", "edge"), fits, strict=True) if fit]
-    everywhere = plan.comm.all_gather_object(mine)
-    agreed: dict[str, str] = {}
-    for name in mine:
-        levels = [k for k in mine[name] if all(k in found.get(name, ()) for found in everywhere)]
-        if levels:
-            agreed[name] = "edge" if "edge" in name and "edge" in levels else levels[0]
-    return agreed
-
-
-def _rows(value: Tensor, rows: Tensor) -> Tensor:
-    """Returns some rows of a tensor, which may be sparse."""
-    if value.layout == torch.strided:
-        return value[rows]
-    chosen = value.to_sparse_coo().index_select(0, rows)
-    return chosen.to_sparse_csr() if value.layout == torch.sparse_csr else chosen
-
-
 def _edges(
-    edges: DistEdgeIndex, nodes: Tensor, columns: Tensor, flow: Any, whole: bool
-) -> DistEdgeIndex:
-    """Returns the first layer's edges, which know those of the next."""
-    plan, device = edges.plan, nodes.device
+    edges: DistEdgeIndex, numbers: Tensor, nodes: _Chosen, columns: _Chosen, whole: bool
+) -> NodeTensor:
+    """Returns the first layer's edges, which know those of the next. Collective.
+
+    Args:
+        edges: Those of the whole graph.
+        numbers: Their numbers.
+        nodes: The nodes chosen.
+        columns: The edges chosen.
+        whole: Degrees are those of the whole graph.
+    """
+    plan, device, layers = edges.plan, edges.device, len(columns.totals)
+    ends = nodes.layers(layers + 1, layers)
+    rows = columns.layers(layers, layers)
     place = torch.full((plan.num_local,), -1, device=device)
-    place[nodes] = torch.arange(len(nodes), device=device)
-    source, target = plain(edges)[:, columns]
-    degree = edges.ends()[1].bincount(minlength=plan.num_local)[nodes]
-    layers = len(flow.num_sampled_edges)
-    sizes = [sum(flow.num_sampled_nodes[: layers + 1 - k]) for k in range(layers)]
-    counts = [sum(flow.num_sampled_edges[: layers - k]) for k in range(layers)]
+    place[nodes.source] = torch.arange(len(nodes.source), device=device)
+    source, target = plain(edges)[:, columns.source]
+    degree = edges.ends()[1].bincount(minlength=plan.num_local)[nodes.source]
     used = torch.zeros(plan.num_halo, layers, dtype=torch.uint8, device=device)
-    for k, count in enumerate(counts):
-        halo = source[:count] - plan.num_local
+    for k, own in enumerate(rows):
+        halo = source[: own.count] - plan.num_local
         used[halo[halo >= 0], k] = 1
-    order = edges.order
-    following: DistEdgeIndex | None = None
-    plans = plans_of_subsets(plan, used, place, sizes)
-    checked: WeakSet[Any] | None = WeakSet() if whole else None
+    sizes = [end.count for end in ends]
+    plans = plans_of_subsets(plan, used, place, sizes, nodes.rows.ids)
+    following: NodeTensor | None = None
     for k in reversed(range(layers)):
-        halo_place = used[:, k].long().cumsum(0) - 1 + sizes[k]
-        numbers = torch.cat([place, halo_place])
-        ends = torch.stack([numbers[source[: counts[k]]], place[target[: counts[k]]]])
-        made = dist_edge_index(ends, plans[k])
-        if order is not None:
-            made.ordered(order[columns[: counts[k]]])
-        missing = degree[: sizes[k]] - ends[1].bincount(minlength=sizes[k])
-        missing = missing if whole else torch.zeros_like(missing)
-        made.partial = Partial(missing, following, checked)
-        following = made
+        count, size = rows[k].count, sizes[k]
+        halo_place = used[:, k].long().cumsum(0) - 1 + size
+        found = torch.cat([place, halo_place])
+        pairs = torch.stack([found[source[:count]], place[target[:count]]])
+        made = dist_edge_index(pairs, plans[k])
+        # Sums go in the whole graph's order; what is drawn is drawn in the subgraph's.
+        drawn = Given(columns.rows.ids[:count])
+        made.ordered(Order(numbers[columns.source[:count]], drawn))
+        missing = degree[:size] - pairs[1].bincount(minlength=size)
+        made.partial = Partial(missing if whole else torch.zeros_like(missing))
+        following = edge_tensor(Edges(made, ends[k], ends[k], following), rows[k])
     if following is None:
         raise AssertionError("no layers")
     return following

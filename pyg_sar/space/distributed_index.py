@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -134,14 +133,9 @@ class Partial:
     Attributes:
         missing: How many in-edges each own node has beside those that are here, int64
             ``[num_local]``; ``None`` where it is not known.
-        next: The edges of the next layer, the first ones of these; of no derived edges.
-        checked: The layers whose models were shown to compute the same on the whole graph; ``None``
-            where that isn't asked for.
     """
 
     missing: Tensor | None
-    next: DistEdgeIndex | None = None
-    checked: WeakSet[Any] | None = None
 
 
 class InSpace(Tensor):

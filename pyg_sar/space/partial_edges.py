@@ -12,7 +12,6 @@ direction, for a node's out-edges are not all here.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from pyg_sar.space.distributed_index import (
     Partial,
     builtin,
     dist_edge_index,
-    handles,
     plain,
 )
 from pyg_sar.space.pyg_calls import library_frames
@@ -47,31 +45,20 @@ def refuse_partial(what: str) -> DistributedIndexError:
 def derived(edges: Any, source: Any, *, known: bool = True) -> Any:
     """Edges, or a row of them, that were made of others which may be partial."""
     if source.partial is not None:
-        missing = source.partial.missing if known else None
-        edges.partial = replace(source.partial, missing=missing, next=None)
+        edges.partial = Partial(source.partial.missing if known else None)
     return edges
 
 
-def inner(edge_index: DistEdgeIndex, partial: Partial, layer: Any, sources: int) -> DistEdgeIndex:
+def inner(edge_index: DistEdgeIndex, sources: int) -> DistEdgeIndex:
     """The edges as a layer aggregates over them.
 
     Args:
         edge_index: Partial edges.
-        partial: Their mark.
-        layer: The layer.
         sources: The row that holds the layer's sources.
 
     Raises:
-        DistributedIndexError: When the layer sends messages from targets to sources, or its model
-            was not shown to compute the same on the whole graph.
+        DistributedIndexError: When the layer sends messages from targets to sources.
     """
-    if partial.checked is not None and layer not in partial.checked:
-        raise DistributedIndexError(
-            f"{type(layer).__name__} ({layer.ledger_name}) got the edges of a message flow graph "
-            f"at rank {edge_index.plan.rank} before its model was compared with the whole graph: "
-            "call pyg_sar.train.check_flow(model, data, flow) once, with a model that holds this "
-            "layer (norms, readouts, or more layers than hops would give other numbers)"
-        )
     if edge_index.dist_row != sources:
         raise refuse_partial("Messages from targets to sources")
 
@@ -162,18 +149,3 @@ def _scattered(func: Any, args: Any, kwargs: Any) -> Any:
     out = func(*tree_map(_ids, args))
     more = missing.to(out.dtype)
     return out.add_(more) if out is args[0] else out + more
-
-
-@handles(Tensor.narrow, torch.narrow)
-def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    """``trim_to_layer``: the edges of the next layer of a message flow graph."""
-    named = dict(zip(("source", "dim", "start", "length"), args, strict=False)) | kwargs
-    source = named.pop("source", named.get("input"))
-    partial = source.partial if isinstance(source, DistEdgeIndex) else None
-    following = None if partial is None else partial.next
-    if following is None or named != {"dim": 1, "start": 0, "length": following.size(1)}:
-        raise DistributedIndexError(
-            "Cutting edges off a distributed edge index is for pyg_sar.message_flow_graphs, whose "
-            "edges trim_to_layer() trims from layer to layer: once less often than it has layers"
-        )
-    return following

@@ -8,7 +8,7 @@ through :class:`Shared`, whose backward pass sums over the workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,31 @@ class Shared(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         comm, values = ctx.given
         return None, *summed_gradients(values, gradients, comm)
+
+
+def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tensor]:
+    """Returns tensors that all workers hold, for computations with each worker's rows.
+
+    The parameters of a distributed model are taken from its one autograd node.
+
+    Args:
+        values: The tensors.
+        comm: The communicator.
+    """
+    if comm.world_size == 1 or not torch.is_grad_enabled():
+        return values
+    found, rest = list(values), []
+    for k, value in enumerate(values):
+        if value.requires_grad:
+            owner, name = comm.shared_parameters.get(value, (lambda: None, ""))
+            if (model := owner()) is None:
+                rest.append(k)
+            else:
+                found[k] = model.take(name, value, comm)
+    taken = Shared.apply(comm, *(values[k] for k in rest)) if rest else ()
+    for k, value in zip(rest, taken, strict=True):
+        found[k] = value
+    return found
 
 
 def summed_gradients(
@@ -86,8 +111,9 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
         axis: The axis of the rows.
     """
     local = rows_at(x, rows, axis)
-    if isinstance(x, NodeTensor) and not (x.requires_grad and torch.is_grad_enabled()):
-        return local
+    learns = x.requires_grad and torch.is_grad_enabled()
+    if not learns and isinstance(x, NodeTensor) and local is x.writes.rows:
+        return local  # Its version tells of writes.
     return cast(Tensor, ToLocal.apply(x, local, rows, axis))
 
 
@@ -130,7 +156,8 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
 
 def _nodes_of(data: Any) -> Rows | None:
     """Returns the layout of a graph's nodes, or of those of a type."""
-    values = [v for v in getattr(data, "values", list)() if isinstance(v, NodeTensor)]
+    held: Iterable[Any] = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
+    values = [v for v in held if isinstance(v, NodeTensor)]
     edges = next((v.edges for v in values if v.edges is not None), None)
     if edges is not None:
         return cast(Rows, edges.targets)
@@ -161,9 +188,7 @@ def by_rows(
             )
             for t, (_, axis) in zip(local, batches, strict=True)
         ]
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in shared)
-    if learns and rows.comm.world_size > 1:
-        shared = Shared.apply(rows.comm, *shared)
+    shared = shared_by_all(shared, rows.comm)
     found = func(*local, *shared)
     return tuple(
         FromLocal.apply(part.narrow(axis, 0, rows.count), rows, axis)

@@ -43,7 +43,7 @@ class Origin:
         source, local = self.source, self.source.local
         places = torch.arange(local.numel(), device=local.device).view(local.shape)
         local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
-        source.writes.count += 1
+        source.writes.add()
         self._seen = source.writes.count
         if source.origin is not None:
             source.origin.put()

@@ -28,11 +28,13 @@ class Edges:
         index: The distributed edges, in this worker's numbering.
         sources: The layout of the source nodes.
         targets: That of the target nodes.
+        following: Of a message flow graph: the edges of the next layer, the first ones of these.
     """
 
     index: DistEdgeIndex
     sources: Rows
     targets: Rows
+    following: NodeTensor | None = None
 
     def changed(self, change: Callable[[DistEdgeIndex], Tensor]) -> Edges | None:
         """Returns what becomes of the edges by an operation on the distributed index."""

@@ -18,7 +18,7 @@ from pyg_sar.tensors.node_tensor import (
     tensors_in,
     whole,
 )
-from pyg_sar.tensors.operands import arguments, beside, called, own, summed, wrap
+from pyg_sar.tensors.operands import arguments, beside, called, own, summed, widened, wrap
 from pyg_sar.tensors.pointwise import ids_of
 from pyg_sar.tensors.rows import Fetch, Rows
 
@@ -372,13 +372,13 @@ def _add_into_plain(
         return target if writes else out
     local = {
         **given,
-        "self": torch.zeros_like(target),
+        "self": torch.zeros_like(widened(target)),
         "index": own(index, rows, dim if index.dim() > 1 else 0),
-        name: own(values, rows, dim),
+        name: widened(own(values, rows, dim)),
     }
     if "include_self" in given:
         local["include_self"] = True
         if not given["include_self"]:
             raise refusal(func, "with include_self=False is not supported", target, *nodes)
-    total = summed(called(func, local), rows)
+    total = summed(called(func, local), rows).to(target.dtype)
     return target.add_(total) if writes else target + total

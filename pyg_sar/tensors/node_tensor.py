@@ -115,7 +115,7 @@ class NodeTensor(Tensor):
             requires_grad=False,
         )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
-        out.writes, out._edges = Writes(), (None, 0)
+        out.writes, out._edges = Writes(local), (None, 0)
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class NodeTensor(Tensor):
         """This worker's rows, a plain tensor."""
         if self.make is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._local = self.make()
+                self._local = self.writes.rows = self.make()
             self.make = None
         return self._local
 
@@ -187,11 +187,12 @@ class NodeTensor(Tensor):
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
         kwargs = kwargs or {}
-        if (task := torch._C._current_graph_task_id()) != -1:
-            for one in args:
-                if isinstance(one, NodeTensor):
-                    one.rows.comm.global_pass = task
-                    break
+        own = next((one for one in args if isinstance(one, NodeTensor)), None)
+        if own is not None:
+            if (task := torch._C._current_graph_task_id()) != -1:
+                own.rows.comm.global_pass = task
+            if own.rows.comm.host is not None:
+                own.rows.check_part()
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         counts = func.is_view or func._schema.is_mutable  # See [Note: versions].
@@ -310,7 +311,8 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in node_tensors(value):
-                    tensor.writes.count += 1
+                    _ = tensor.local  # It is made before it is written.
+                    tensor.writes.add()
 
 
 def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:

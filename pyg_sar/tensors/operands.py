@@ -115,6 +115,16 @@ def own(tensor: Any, rows: Rows, axis: int) -> Any:
     return rows.cut(tensor, axis)
 
 
+def widened(local: Tensor) -> Tensor:
+    """Returns values in whose dtype many can be added up: float16 ends at 65504."""
+    return local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+
+
+def as_kind(out: Tensor, kind: torch.dtype) -> Tensor:
+    """Returns what was computed of widened values in their own dtype."""
+    return out.to(kind) if kind in (torch.float16, torch.bfloat16) else out
+
+
 def summed(local: Tensor, rows: Rows) -> Tensor:
     """Returns the sum over workers."""
     kind = local.dtype

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.tensors.boundary import by_rows
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     by_gathering,
@@ -53,6 +54,18 @@ def _product(func: Any, left: Tensor, right: Tensor) -> Any:
         return summed(out, rows)
     result = "brc"[-out.dim() :] if out.dim() > 1 else "r"
     return wrap(out, rows, result.index(axis))
+
+
+@method(F.linear)
+def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each row by itself: the gradients of the weights are summed with those of their model."""
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weights = given["input"], [given["weight"], given.get("bias")]
+    shared = [t for t in weights if t is not None]
+    if node_tensors(shared) or not isinstance(x, NodeTensor) or x.axis == x.dim() - 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    return by_rows(lambda *own: (func(*own),), [(x, x.axis)], shared, [x.axis])[0]
 
 
 @rule("mm", "bmm", "mv", "dot", "vdot")

@@ -16,7 +16,17 @@ from pyg_sar.tensors.node_tensor import (
     rule,
     whole,
 )
-from pyg_sar.tensors.operands import arguments, beside, called, extreme, own, summed, wrap
+from pyg_sar.tensors.operands import (
+    arguments,
+    as_kind,
+    beside,
+    called,
+    extreme,
+    own,
+    summed,
+    widened,
+    wrap,
+)
 from pyg_sar.tensors.pointwise import by_element, ids_of
 
 
@@ -25,15 +35,6 @@ def _dims(source: Tensor, dim: Any) -> list[int]:
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(source.dim()))
     return [d % source.dim() for d in ([dim] if isinstance(dim, int) else dim)]
-
-
-def _wide(local: Tensor) -> Tensor:
-    """Returns values in whose dtype many can be added up: float16 ends at 65504."""
-    return local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
-
-
-def _as_kind(out: Tensor, kind: torch.dtype) -> Tensor:
-    return out.to(kind) if kind in (torch.float16, torch.bfloat16) else out
 
 
 def _kept_axis(source: NodeTensor, dims: list[int], keepdim: bool) -> int:
@@ -84,7 +85,10 @@ def reduction(*names: str) -> Any:
 
 @reduction("sum", "nansum", "count_nonzero")
 def _sum(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
-    return summed(called(func, given, self=source.local), source.rows)
+    usual = source.is_floating_point() and given.get("dtype") is None
+    local = widened(source.local) if usual else source.local
+    out = summed(called(func, given, self=local), source.rows)
+    return as_kind(out, source.dtype) if out.dtype == local.dtype else out
 
 
 @reduction("mean")
@@ -92,9 +96,9 @@ def _mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
     count = math.prod(source.size(d) for d in dims)
     local, kind = source.local, given.get("dtype") or source.dtype
     total = summed(
-        _wide(local if kind == local.dtype else local.to(kind)).sum(dims, keepdim), source.rows
+        widened(local if kind == local.dtype else local.to(kind)).sum(dims, keepdim), source.rows
     )
-    return _as_kind(total / count if count else total * float("nan"), kind)
+    return as_kind(total / count if count else total * float("nan"), kind)
 
 
 def _identity(dtype: torch.dtype, op: str) -> float | int | bool:
@@ -163,11 +167,11 @@ def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bo
     if source.is_complex():  # without an order
         return by_gathering(func, (source, dims, keepdim), {})
     kept = source.is_floating_point()
-    local = _wide(source.local if kept else source.local.to(torch.get_default_dtype()))
+    local = widened(source.local if kept else source.local.to(torch.get_default_dtype()))
     top = extreme(_largest(local, dims, True, "max"), source.rows, "max")
     top = torch.where(top.isinf(), 0, top)
     total = summed((local - top).exp().sum(dims, True), source.rows)
-    out = _as_kind(total.log() + top, source.dtype)
+    out = as_kind(total.log() + top, source.dtype)
     return out if keepdim else out.squeeze(dims)
 
 
@@ -180,21 +184,21 @@ def _norm(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
     if math.isinf(order):
         op = "max" if order > 0 else "min"
         return extreme(_largest(local, dims, keepdim, op), source.rows, op)
-    kind, local = local.dtype, _wide(local)
+    kind, local = local.dtype, widened(local)
     if order == 0:
-        return _as_kind(summed((local != 0).to(local.dtype).sum(dims, keepdim), source.rows), kind)
+        return as_kind(summed((local != 0).to(local.dtype).sum(dims, keepdim), source.rows), kind)
     total = summed(local.pow(order).sum(dims, keepdim), source.rows)
-    return _as_kind(total.sqrt() if order == 2 else total.pow(1 / order), kind)
+    return as_kind(total.sqrt() if order == 2 else total.pow(1 / order), kind)
 
 
 @reduction("var")
 def _var(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     correction = given.get("correction", int(given.get("unbiased", 1)))
-    count, local = math.prod(source.size(d) for d in dims), _wide(source.local)
+    count, local = math.prod(source.size(d) for d in dims), widened(source.local)
     mean = summed(local.sum(dims, True), source.rows) / count
     squares = summed((local - mean).abs().square().sum(dims, True), source.rows)
     left = count - (1 if correction is None else correction)
-    var = _as_kind(squares / left if left > 0 else squares * float("nan"), source.dtype)
+    var = as_kind(squares / left if left > 0 else squares * float("nan"), source.dtype)
     return var if keepdim else var.squeeze(dims)
 
 
@@ -352,8 +356,8 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     each = called(func, given, **changed)
     if how == 0:
         return wrap(each, rows, axis)
-    total = summed(_wide(each).sum(), rows)
-    return _as_kind(total / first.numel() if how == 1 else total, each.dtype)
+    total = summed(widened(each).sum(), rows)
+    return as_kind(total / first.numel() if how == 1 else total, each.dtype)
 
 
 @rule(
@@ -390,11 +394,11 @@ def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     if how == 0:
         each, none = func(scores, target, weight, 0, ignored)
         return wrap(each, rows, 0), none
-    kind, wide = scores.dtype, None if weight is None else _wide(weight)
-    total, weights = func(_wide(scores), target, wide, 2, ignored)
+    kind, wide = scores.dtype, None if weight is None else widened(weight)
+    total, weights = func(widened(scores), target, wide, 2, ignored)
     facts = summed(torch.stack([total.reshape(()), weights.reshape(())]), rows)
     total, weights = facts.unbind()
-    return _as_kind(total / weights if how == 1 else total, kind), weights
+    return as_kind(total / weights if how == 1 else total, kind), weights
 
 
 @rule("nll_loss_backward")
@@ -408,7 +412,7 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
         gradient = own(gradient, rows, 0)
     scores, target = own(scores, rows, 0), own(target, rows, 0)
     weight, kind = whole(weight, "nll_loss"), scores.dtype
-    values = (None if t is None else _wide(t) for t in (gradient, scores, weight, total))
+    values = (None if t is None else widened(t) for t in (gradient, scores, weight, total))
     gradient, scores, weight, total = values
     out = func(gradient, scores, target, weight, how, ignored, total)
-    return wrap(_as_kind(out, kind), rows, 0)
+    return wrap(as_kind(out, kind), rows, 0)

@@ -12,12 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_sar.comm.group import Communicator
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import version_of
@@ -33,10 +34,19 @@ _KEPT = 16  # answers, selections and plans remembered by a layout
 
 
 class Writes:
-    """How often was written into the memory that some node tensors share."""
+    """How often was written into the memory that some node tensors share.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        rows: The rows of the first of them, which autograd may have saved, and layers know again.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.count, self.rows = 0, rows
+
+    def add(self) -> None:
+        """Counts a write, in PyTorch's version of the rows as well."""
+        self.count += 1
+        torch.autograd.graph.increment_version(self.rows)
 
 
 def written(tensor: Tensor) -> int:
@@ -112,6 +122,8 @@ class Rows:
     Attributes:
         parent: The rows that these were selected from, if so.
         source: Their numbers among this worker's rows of the parent, ``[count]``.
+        compared: Of nodes of a message flow graph: the layers whose models were shown to compute
+            the same on the whole graph.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class Rows:
         self._ids = ids
         self.parent: Rows | None = None
         self.source: Tensor | None = None
+        self.compared: WeakSet[Any] | None = None
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -155,6 +168,19 @@ class Rows:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key][1]
+
+    def check_part(self) -> None:
+        """Raises where another part of this process has taken the rows of this one.
+
+        Raises:
+            DistributedIndexError: On the other part, which would wait for all others forever.
+        """
+        here = current()
+        if here is not self.comm and here.host is not None:
+            raise DistributedIndexError(
+                f"Part {here.rank} got a tensor of part {self.comm.rank} (of {self.total} rows): "
+                "each part loads, or makes, its own within the function that it runs"
+            )
 
     def agree(self, mine: bool) -> bool:
         """Returns whether all workers say yes."""
@@ -265,11 +291,16 @@ class Rows:
             )
         return torch.where(index < 0, index + self.total, index) if low > 0 else index
 
+    def _in_order(self) -> tuple[Tensor, Tensor]:
+        """Returns this worker's ids in ascending order, and the numbers of their rows."""
+        if self._sorted is None:
+            with torch.inference_mode(False):
+                self._sorted = self.ids.sort()
+        return self._sorted
+
     def local(self, ids: Tensor) -> Tensor:
         """Returns this worker's numbers of rows by their places in the whole, -1 where not here."""
-        if self._sorted is None:
-            self._sorted = self.ids.sort()
-        values, order = self._sorted
+        values, order = self._in_order()
         if not values.numel():
             return torch.full_like(ids, -1)
         at = torch.searchsorted(values, ids.contiguous()).clamp_(max=values.numel() - 1)
@@ -284,7 +315,7 @@ class Rows:
             inside = (ids >= start) & (ids < stop) & ((ids - start) % step == 0)
             source = inside.nonzero().view(-1)
             rows = Rows(self.comm, total, source.numel(), (ids[source] - start) // step)
-            rows.parent, rows.source = self, source
+            rows.parent, rows.source, rows.compared = self, source, self.compared
             return rows
 
         return self.keep(("slice", start, stop, step), None, make)
@@ -392,8 +423,8 @@ class Rows:
                 "columns first"
             )
         if comm.world_size == 1:
-            out = torch.empty_like(local, memory_format=torch.contiguous_format)
-            return out.index_copy_(axis, self.ids, local) if self.total else out
+            found = local.movedim(axis, 0)[self._in_order()[1]]  # Of every dtype, unlike copying.
+            return found.movedim(0, axis).contiguous()
         with torch.inference_mode(False):
             moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
             rows = _bytes(moved) if moved.numel() else None

@@ -69,13 +69,18 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
             return gathered.reshape(shape)
         raise refusal(func, f"to {list(shape)} would not keep rows together", source)
     rows, axis = found
-    if source.edges is not None and shape == list(source.shape):  # It goes on standing for edges.
-        out = wrap(source._local, rows, axis)
-        out.edges, out.make = source.edges, lambda: source.local
-        return out
+    if source.edges is not None and shape == list(source.shape):
+        return _same_edges(source)
     local = list(shape)
     local[axis] = rows.count
     return wrap(source.local.reshape(local), rows, axis)
+
+
+def _same_edges(source: NodeTensor) -> NodeTensor:
+    """Returns an ``edge_index`` that goes on standing for the edges."""
+    out = wrap(source._local, source.rows, source.axis)
+    out.edges, out.make = source.edges, lambda: source.local
+    return out
 
 
 @rule("expand")
@@ -159,7 +164,12 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(source.local, dim, given["start"], given["end"], given["step"])
         return wrap(out, source.rows, source.axis)
     start, stop, step = slice(given["start"], given["end"], given["step"]).indices(source.size(dim))
+    following = None if source.edges is None else source.edges.following
+    if (start, step) == (0, 1) and following is not None and stop == following.size(dim):
+        return _same_edges(following)
     if (start, step) == (0, 1) and stop >= source.size(dim):
+        if source.edges is not None:
+            return _same_edges(source)
         return wrap(source.local[:], source.rows, source.axis)
     rows = source.rows.sliced(start, max(stop, start), step)
     return wrap(source.local.index_select(dim, rows.source), rows, source.axis)

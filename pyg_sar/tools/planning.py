@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from pyg_sar.comm.group import current
 from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
@@ -319,7 +318,7 @@ class Build:
             if self.name not in MODELS:
                 return imported_model(self.name, data)
             config = ModelConfig(name=self.name, **self.options)
-            return config.stock(data.num_features, count_classes(data, current())).build()
+            return config.stock(data.num_features, count_classes(data)).build()
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch_geometric.data import Data
 
@@ -153,13 +152,13 @@ class PredictConfig:
 
 
 def predict_worker(config: PredictConfig) -> list[int]:
-    """Computes this worker's rows and writes them; returns the shape of all rows. Collective.
+    """Computes all rows and writes them; returns their shape. Collective.
 
     Raises:
         UsageError: on every worker, where the model does not fit the graph.
     """
     comm = current()
-    data = load_partition(config.parts, view="local")
+    data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph: write a script that calls "
@@ -185,14 +184,15 @@ def predict_worker(config: PredictConfig) -> list[int]:
     model = _loaded(config.checkpoint, found, model, config.weights).to(comm.device)
     try:
         if Path(config.out).suffix in TABLES:
-            rows = infer(model, data, forward=forward)
-            write_table(rows, data.n_id, data.get("node_name"), config.out)
+            rows: Any = infer(model, data, forward=forward)
+            names = data.get("node_name")
+            own = rows.to_local(), rows.rows.ids, None if names is None else names.to_local()
+            write_table(*own, config.out)
         else:
             rows = infer(model, data, out=config.out, forward=forward)
     except OSError as error:
         raise UsageError(f"{error.strerror}: {error.filename!r}") from error
-    counts = comm.all_gather_object(len(rows))
-    return [sum(counts), *rows.shape[1:]]
+    return list(rows.shape)
 
 
 def _show_labels(
@@ -207,16 +207,15 @@ def _show_labels(
             f"{config.checkpoint!r} does not say which split its labels belong to: train it again"
         )
     targets = find_targets(data, "y", column=int(extra["split"]))
-    shown = targets.index["train"]
-    highest = int(targets.values[shown].max()) if len(shown) else -1
-    if (highest := max(current().all_gather_object(highest))) >= columns:
+    shown = targets.masks["train"]
+    highest = int(targets.select("train").max()) if targets.counts["train"] else -1
+    if highest >= columns:
         raise UsageError(
             f"The model of {config.checkpoint!r} was trained with the labels of "
             f"{counted(columns, 'classes')} as inputs, a training node of {config.parts!r} has "
             f"label {highest}: give the parts of a graph with the same classes"
         )
-    data.label_mask = torch.zeros_like(targets.values, dtype=torch.bool)
-    data.label_mask[shown] = True
+    data.label_mask = shown
     return columns
 
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,6 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import StockModel, build_model, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
@@ -134,7 +132,7 @@ def say_kept(config: RunConfig) -> str:
 
 
 def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
-    """Loads this worker's part, trains, and returns the result. Collective.
+    """Loads the graph, trains, and returns the result. Collective.
 
     Args:
         config: The run.
@@ -160,7 +158,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
             "go on from it (--resume), give another file, or replace it (--overwrite)"
         )
-    data = load_partition(config.parts, view="local")
+    data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
@@ -171,12 +169,13 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     if seed is not None:
         torch.manual_seed(seed)
     flow = _message_flow(config, data)
-    classes = count_classes(data, comm)
+    classes = count_classes(data)
     columns = 0 if config.labels is None else classes
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
+    policy = replace(config.policy, random=config.policy.random or "keyed")
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), policy=config.policy, view="local"),
+        distribute(stock.build().to(comm.device), policy),
         data,
         config.train,
         forward=call_of(config.model.name, data, columns),
@@ -218,13 +217,12 @@ def _features(data: Data) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
-def count_classes(data: Data, comm: Communicator) -> int:
+def count_classes(data: Data) -> int:
     labels = node_labels(data)
-    mine = int(labels.max()) if labels.numel() else -1, data.num_nodes
-    highest, nodes = zip(*comm.all_gather_object(mine), strict=True)
-    if max(highest) < 0:
-        raise UsageError("data.y holds no class, a number of at least 0, on any worker")
-    return classes_of(max(highest), sum(nodes))
+    highest = int(labels.max()) if labels.numel() else -1
+    if highest < 0:
+        raise UsageError("data.y holds no class, a number of at least 0")
+    return classes_of(highest, data.num_nodes)
 
 
 def classes_of(highest: int, num_nodes: int) -> int:
@@ -263,7 +261,7 @@ def _message_flow(config: RunConfig, data: Data) -> Data | None:
         return None
     if config.mfg == "auto" and (weighted or config.model.norm == "batch"):
         return None
-    seeds = find_targets(data, "y", column=config.train.split).index["train"]
+    seeds = find_targets(data, "y", column=config.train.split).masks["train"]
     if config.mfg == "auto":
         return flow_that_pays(data, seeds, config.model.layers)
     return message_flow_graphs(data, seeds, config.model.layers)
@@ -388,8 +386,6 @@ def run_demo(config: DemoConfig) -> int:
 
 
 def _model(in_channels: int, seed: int) -> nn.Module:
-    # No dropout: its masks are drawn per worker, so that two trainings with it are equal in
-    # distribution only.
     torch.manual_seed(seed)
     return build_model("gat", in_channels, HEADS * HIDDEN, CLASSES, heads=HEADS, dropout=0.0)
 
@@ -398,28 +394,24 @@ def _single(parts: str, config: DemoConfig) -> DemoRun:
     """Trains with plain PyG: nothing of this package but the file format."""
     data = merge_partitions(parts)
     model = _model(data.num_features, config.seed)
-    return _train(model, data, config, lambda values: values.mean())
+    return _train(model, data, config)
 
 
 def _worker(parts: str, config: DemoConfig) -> DemoRun:
-    """Trains the same on a worker's part: other data, ``distribute``, the global mean."""
-    data = load_partition(parts, view="local")
+    """Trains the same on several workers: other data, and ``distribute``."""
+    data = load_partition(parts)
     # The law that is shown is that of pulling all rows.
     policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
-    model = distribute(_model(data.num_features, config.seed), policy=policy, view="local")
-    return _train(model, data, config, mean)
+    return _train(distribute(_model(data.num_features, config.seed), policy), data, config)
 
 
-def _train(
-    model: nn.Module, data: Data, config: DemoConfig, average: Callable[[Tensor], Tensor]
-) -> DemoRun:
+def _train(model: nn.Module, data: Data, config: DemoConfig) -> DemoRun:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     mask, losses = data.train_mask, []
     with Ledger(current()) as ledger:
         for _ in range(config.epochs):
             optimizer.zero_grad()
-            out = model(data.x, data.edge_index)
-            loss = average(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
+            loss = F.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask])
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))

@@ -1,7 +1,7 @@
 """Arguments of a ``Trainer``, which are checked here, and schedulers of the learning rate.
 
 Schedulers are PyTorch's own, and their state is JSON. Every worker runs its own copies on the same
-global values, hence in step.
+values, hence in step.
 """
 
 from __future__ import annotations

@@ -140,10 +140,6 @@ def load_checkpoint(
 
         pyg_sar.train.load_checkpoint("run.ckpt", model, weights="best")
 
-    Where a worker hosts several parts of the graph (:func:`pyg_sar.launch` with ``parts``), each
-    part is a rank, with a random state of its own. So the file fits any number of workers that
-    host as many parts.
-
     Args:
         path: The file; on several hosts each needs it under this name (a shared folder).
         model: Takes the parameters and buffers; of rows that each worker owns its own ones. If
@@ -151,15 +147,15 @@ def load_checkpoint(
         optimizer: Takes the optimizer state.
         weights: ``'last'``: as of when it was saved. ``'best'``: the weights that a
             :class:`pyg_sar.train.trainer.Trainer` found best on the validation nodes.
-        restore_rng: Whether each rank takes up its own random state again, without which dropout
-            draws other masks; default: where an optimizer is given, too. Needs as many ranks as
-            wrote it.
+        restore_rng: Whether the random state is taken up again, without which dropout draws other
+            masks; default: where an optimizer is given, too. Where ranks had different ones it
+            needs as many ranks as wrote it.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
 
     Raises:
         CheckpointError: on every worker, when the file is missing, truncated, altered, newer, of
-            another model or optimizer, of another number of ranks where ``restore_rng``, or not
-            the same file for all.
+            another model or optimizer, has other random states than ranks, or is not the same
+            file for all.
     """
     comm = comm or current()
     restore = optimizer is not None if restore_rng is None else restore_rng
@@ -169,7 +165,9 @@ def load_checkpoint(
         content = _read(Path(path))
         if model is not None:
             _cut(content, model, optimizer, comm)
-        _check(content, model, optimizer, weights, comm.world_size if restore else None)
+        _check(content, model, optimizer, weights)
+        if restore:
+            _check_random_states(content, comm.world_size)
     except CheckpointError as error:
         problem = _not_loaded(path, error)
     _raise_everywhere(comm, problem)
@@ -270,9 +268,23 @@ def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
 
 
 def _set_random_states(comm: Communicator, states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"][comm.rank].clone())
-    if comm.device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"][comm.rank].clone(), comm.device)
+    # All ranks' are one where there are more ranks than there were.
+    mine = {name: state[comm.rank % len(state)].clone() for name, state in states.items()}
+    torch.set_rng_state(mine["cpu"])
+    if comm.device.type == "cuda" and "cuda" in mine:
+        torch.cuda.set_rng_state(mine["cuda"], comm.device)
+
+
+def _check_random_states(content: _Content, world_size: int) -> None:
+    """Raises where another number of ranks had a random state each."""
+    written_by = content.header["world_size"]
+    states = content.group("random")
+    if written_by != world_size and any(bool((s != s[:1]).any()) for s in states.values()):
+        raise CheckpointError(
+            f"it was written by {counted(written_by, 'ranks')} with different random states, this "
+            f"run has {world_size}: start workers that host {counted(written_by, 'parts')}, load "
+            "the model alone, or pass restore_rng=False"
+        )
 
 
 # To and from the file ########################################################
@@ -408,17 +420,9 @@ def _check(
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     weights: str,
-    world_size: int | None,
 ) -> None:
     if weights not in ("last", "best"):
         raise CheckpointError(f"Expected 'weights' to be 'last' or 'best' (got {weights!r})")
-    written_by = content.header["world_size"]
-    if world_size is not None and written_by != world_size:
-        raise CheckpointError(
-            f"it was written by {counted(written_by, 'ranks')}, this run has {world_size}, and "
-            f"each has a random state: start workers that host {counted(written_by, 'parts')}, "
-            "load the model alone, or pass restore_rng=False"
-        )
     if model is not None:
         group = content.group("model" if weights == "last" else "extra/best")
         if not group:

@@ -43,9 +43,8 @@ class TrainConfig:
         patience: Stop after this many evaluations without a better validation value.
         restore_best: Whether ``Trainer.fit`` leaves the best weights in the model, not the last.
         split: The column of two-dimensional masks (``[num_nodes, num_splits]``).
-        seed: Seeds each worker's random state (dropout) when training starts, differently on each,
-            or alike where layers draw as one process (``SARPolicy(random=...)``); ``None`` leaves
-            the random state as it is.
+        seed: Seeds the random state (dropout) of all workers alike when training starts; ``None``
+            leaves it as it is.
 
     Raises:
         ValueError: for a setting out of range.
@@ -114,9 +113,9 @@ def _one_of(names: Iterable[str]) -> str:
 
 
 Scores = dict[str, float | None]
-"""Global numbers of an evaluation by name: ``'val_loss'``, ``'test_accuracy'``, ...
+"""Numbers of an evaluation by name: ``'val_loss'``, ``'test_accuracy'``, ...
 
-``None`` for a split without rows, and where a metric is not finite.
+``None`` for a split without rows, and where a number is not finite.
 """
 
 
@@ -126,7 +125,7 @@ class EpochRecord(Shown):
 
     Attributes:
         epoch: Counted from 1.
-        loss: The global training loss that the step was taken on (in training mode, before it).
+        loss: The training loss that the step was taken on (in training mode, before it).
         lr: The learning rate of the step.
         grad_norm: Euclidean norm of all gradients before clipping; ``None`` when not clipping.
         seconds: Duration of step and evaluation on this worker.

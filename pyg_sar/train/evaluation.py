@@ -1,13 +1,12 @@
-"""Compares a model's rows with their targets, on all workers: the loss, the accuracy, any metric.
+"""Compares a model's rows with their targets: the loss, the accuracy, any metric.
 
-[Note: on rank 0] A metric that is no sum over rows (an area under a curve, an F1, a rank) needs all
-rows in one place: those of a split travel to rank 0, in the whole graph's order, which hands them
-to the metric once and sends the number to all workers. So any function will do, and the number is
-the one that it gives in one process.
+Predictions and targets are tensors of the whole graph: a metric that is a sum over rows sends a
+number, and one that needs all rows in one place (an area under a curve) gathers them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +16,10 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.reduction.metrics import gather_selected
-from pyg_sar.tensors import NodeTensor, to_local
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.config import Scores, TrainConfig
 from pyg_sar.train.objective import Objective
-from pyg_sar.train.own_rows import own_rows
-from pyg_sar.train.targets import MASKS, SPLITS, Targets, find_targets
+from pyg_sar.train.targets import SPLITS, Targets, find_targets
 from pyg_sar.wording import counted
 
 Metric = Any
@@ -32,7 +29,7 @@ dictionary of numbers."""
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Returns the metrics by name.
+    """Returns the metrics by name, of objects a copy: parts of one process would share them.
 
     Raises:
         TypeError: When one is neither a function nor an object as torchmetrics has them.
@@ -46,7 +43,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
                 f"Expected metrics[{name!r}] to be a function of (pred, target), or to have update"
                 f"() and compute() (got {type(metric).__name__})"
             )
-    return dict(metrics or {})
+    return {n: copy.deepcopy(m) if _accumulates(m) else m for n, m in (metrics or {}).items()}
 
 
 def higher_is_better(metric: Metric) -> bool:
@@ -58,60 +55,21 @@ def _accumulates(metric: Metric) -> bool:
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
-def score(
-    metrics: Mapping[str, Metric],
-    pred: Tensor,
-    target: Tensor,
-    ids: Tensor | None,
-    comm: Communicator,
-) -> dict[str, float | None]:
-    """Returns the metrics of all workers' rows, the same on every worker. Collective.
+def score(metrics: Mapping[str, Metric], pred: Tensor, target: Tensor) -> dict[str, float | None]:
+    """Returns the metrics of some rows.
 
     Args:
         metrics: By name.
-        pred: This worker's rows of the model's output, ``[n, *]``.
+        pred: Rows of the model's output, ``[n, *]``.
         target: Their targets.
-        ids: Where these rows are in the whole graph's order, int64 ``[n]``.
-        comm: The workers.
 
     Returns:
         Numbers by name; of a metric that gives several ``name_key``. ``None`` where there is no
         row, or the number is not finite.
 
     Raises:
-        ValueError: On every worker, when a metric fails or gives no number, or a worker doesn't
-            know its rows' order.
+        ValueError: When a metric gives no number.
     """
-    if not metrics:
-        return {}
-    if ids is None and comm.world_size == 1:
-        ids = torch.arange(len(pred), device=pred.device)
-    known = comm.all_gather_object(ids is not None)
-    if ids is None or not all(known):
-        raise ValueError(
-            f"Rank {known.index(False)} does not know its targets' order in the whole graph, which "
-            "metrics see: 'data' must have 'n_id' (of nodes), 'e_id' or 'NAME_index_place' (of "
-            "edges), as pyg_sar.load_partition gives them"
-        )
-    rows = [gather_selected(values, ids, comm) for values in (pred.detach(), target)]
-    found, problem = {}, ""
-    if rows[0] is not None and rows[1] is not None:
-        try:
-            found = _measure(metrics, rows[0], rows[1])
-        except Exception as error:
-            if comm.world_size == 1:
-                raise
-            # Whatever happens in a user's function: the others wait for its number.
-            problem = f"{type(error).__name__}: {error}"
-    problem, found = comm.broadcast_object([problem, found])
-    if problem:
-        raise ValueError(f"A metric failed on rank 0, which computes them: {problem}")
-    return found
-
-
-def _measure(
-    metrics: Mapping[str, Metric], pred: Tensor, target: Tensor
-) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, metric in metrics.items():
         if not len(pred):
@@ -160,7 +118,7 @@ class Evaluation:
     """The graphs, targets and metrics of a training. Collective.
 
     Args:
-        data: This worker's part of the graph to train on.
+        data: The graph to train on.
         others: Other graphs for ``'val'`` and ``'test'``.
         target: The attribute that holds the targets.
         splits: The mask or list of rows of each split.
@@ -171,15 +129,14 @@ class Evaluation:
 
     Attributes:
         graphs: The first one is the one to train on.
-        part: This worker's rows of it.
+        targets: Its targets.
         counts: Rows of targets, then those of each split, of each worker; they tell partitions
             apart.
-        totals: Rows of each split on all workers.
+        totals: Rows of each split.
         classifies: Is true where targets are classes.
 
     Raises:
-        ValueError: on every worker, for missing or ill-shaped targets or masks, or when there is no
-            training row on any worker.
+        ValueError: For missing or ill-shaped targets or masks, or when there is no training row.
     """
 
     def __init__(
@@ -197,36 +154,20 @@ class Evaluation:
         self.target, self.objective, self.metrics, self.comm = target, objective, metrics, comm
         options: dict[str, Any] = {"column": column, "of_classes": objective.of_classes}
         options["probabilities"] = not objective.default
-        problem: str | None = None
-        self.graphs: list[Graph] = []
-        names = (splits or (MASKS if target == "y" else {})).values()
-        try:
-            self.part = own_rows(data, target, names)
-            self.graphs = _graphs(data, self.part, others, target, splits, options)
-        except ValueError as error:
-            problem = str(error)
-        problems = comm.all_gather_object(problem)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                everywhere = problems.count(text) == comm.world_size
-                raise ValueError(text if everywhere else f"{text} (rank {rank})")
-        self._count((splits or {}).get("train", "train_mask"))
-
-    def _count(self, mask: str) -> None:
+        self.graphs = _graphs(data, others, target, splits, options)
+        self.targets = self.graphs[0][1]
         everything = [targets for _, targets, _ in self.graphs]
         floats = any(targets.values.is_floating_point() for targets in everything)
-        classifies = self.objective.of_classes and not floats
-        top = [int(t.values.max()) for t in everything if classifies and t.values.numel()]
-        own = [sum(len(t.values) for t in everything)]
-        own += [sum(len(t.index[split]) for t in everything) for split in SPLITS]
-        gathered = self.comm.all_gather_object([*own, max(top, default=-1), classifies])
-        self.counts: list[list[int]] = [row[:-2] for row in gathered]
-        self._num_classes = 1 + max(row[-2] for row in gathered)
-        self.classifies = all(row[-1] for row in gathered)
-        columns = [sum(column) for column in zip(*self.counts, strict=True)][1:]
-        self.totals = dict(zip(SPLITS, columns, strict=True))
+        self.classifies = objective.of_classes and not floats
+        top = [int(t.values.max()) for t in everything if self.classifies and len(t.values)]
+        self._num_classes = 1 + max(top, default=-1)
+        self.totals = {s: sum(t.counts[s] for t in everything) for s in SPLITS}
         if self.totals["train"] == 0:
-            raise ValueError(f"data.{mask} holds no labelled node on any worker")
+            mask = (splits or {}).get("train", "train_mask")
+            raise ValueError(f"data.{mask} holds no labelled node")
+        own = [sum(len(_here(t.values)) for t in everything)]
+        own += [sum(int(_here(t.masks[s]).sum()) for t in everything) for s in SPLITS]
+        self.counts: list[list[int]] = comm.all_gather_object(own)
 
     def monitored(self, config: TrainConfig) -> tuple[str, bool]:
         """Returns the name of the validation value, and whether higher ones are better.
@@ -246,27 +187,17 @@ class Evaluation:
             higher = config.monitor_mode == "max"
         return name, higher
 
-    def training_rows(self, forward: Forward, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Returns the model's rows, and targets, of this worker's training split."""
-        data, targets, _ = self.graphs[0]
-        out = self._predict(forward, model, data, targets)[targets.index["train"]]
-        return out, self.training_targets()
-
-    def training_targets(self) -> Tensor:
-        """Returns the targets of this worker's training split."""
-        return self.graphs[0][1].select("train")
+    def predict(self, forward: Forward, model: nn.Module) -> Tensor:
+        """Returns the model's rows of the graph to train on."""
+        return self._predict(forward, model, *self.graphs[0][:2])
 
     def _predict(self, forward: Forward, model: nn.Module, data: Data, targets: Targets) -> Tensor:
-        out, rows, rank = forward(model, data), len(targets.values), self.comm.rank
-        if isinstance(out, NodeTensor):
-            values = data.get(self.target)
-            fits = isinstance(values, NodeTensor) and values.rows.total == out.rows.total
-            out = to_local(out, values.rows if fits else out.rows, 0)
+        out, rows = forward(model, data), len(targets.values)
         if out.dim() == 0 or out.size(0) != rows or (self.classifies and out.dim() < 2):
             wanted = f"[{rows}, {'num_classes' if self.classifies else '*'}]"
             raise ValueError(
                 f"The model must return scores of shape {wanted}, a row for each of data."
-                f"{self.target} (got {list(out.shape)} on rank {rank})"
+                f"{self.target} (got {list(out.shape)} on rank {self.comm.rank})"
             )
         if self.classifies and out.size(1) < self._num_classes:
             raise ValueError(
@@ -279,40 +210,55 @@ class Evaluation:
     def scores(self, forward: Forward, model: nn.Module) -> Scores:
         """Returns loss and metrics of each split, the same on every worker. Collective.
 
-        The workers' parts are added up in rank order on every worker, so that all of them get the
-        same numbers to the last bit.
-
         Raises:
-            ValueError: on every worker, when a metric fails.
+            ValueError: On every worker, when a metric gives no number, or the loss or a metric
+                another one on some workers.
         """
-        sums = torch.zeros(len(SPLITS), 4, dtype=torch.float64, device=self.comm.device)
-        rows = dict(zip(SPLITS, sums, strict=True))
         found: Scores = {}
+        measured: Scores = {}
         for data, targets, splits in self.graphs:
             out = self._predict(forward, model, data, targets)
             for split in splits:
-                index, target = targets.index[split], targets.select(split)
-                pred = out[index]
-                ids = None if targets.ids is None else targets.ids[index]
-                measured = score(self.metrics, pred, target, ids, self.comm)
-                found |= {f"{split}_{name}": value for name, value in measured.items()}
-                row = rows[split]
-                if len(index):
-                    row[0], row[1] = self.objective.sums(pred, target, self.comm.rank)
+                if not targets.counts[split]:
+                    found |= dict.fromkeys(self._names(split))
+                    measured |= {f"{split}_{name}": None for name in self.metrics}
+                    continue
+                pred, target = out[targets.masks[split]], targets.select(split)
+                values = score(self.metrics, pred, target)
+                measured |= {f"{split}_{name}": value for name, value in values.items()}
                 if self.classifies:
-                    row[2], row[3] = (pred.argmax(dim=1) == target).sum(), target.numel()
-        totals = torch.stack(self.comm.all_gather(sums, label=("", "", "sum"))).sum(dim=0).tolist()
-        scores: Scores = {}
-        for split, (total, divisor, correct, count) in zip(SPLITS, totals, strict=True):
-            if self.classifies:
-                scores[f"{split}_accuracy"] = correct / count if count else None
-            scores[f"{split}_loss"] = self.objective.ratio(total, divisor)
-        return scores | found
+                    right = int((pred.argmax(dim=1) == target).sum())
+                    found[f"{split}_accuracy"] = right / targets.counts[split]
+                loss = float(self.objective.evaluated(pred, target))
+                found[f"{split}_loss"] = loss if math.isfinite(loss) else None
+        ordered = {name: found[name] for split in SPLITS for name in self._names(split)}
+        if self.metrics or not self.objective.default:
+            self._check_alike(ordered | measured)
+        return ordered | measured
+
+    def _names(self, split: str) -> list[str]:
+        return [*([f"{split}_accuracy"] if self.classifies else []), f"{split}_loss"]
+
+    def _check_alike(self, scores: Scores) -> None:
+        """Raises where workers have other numbers, as of their own rows alone."""
+        everyone = self.comm.all_gather_object(scores)
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs.get(name) != value:
+                    raise ValueError(
+                        f"{name!r} is {value} on rank 0, {theirs.get(name)} on rank {rank}: losses "
+                        "and metrics are called on every worker, with tensors of the whole graph; "
+                        "nothing in them may depend on the rank (pred.to_local(), say)"
+                    )
+
+
+def _here(values: Tensor) -> Tensor:
+    """Returns this worker's rows."""
+    return values.to_local() if isinstance(values, NodeTensor) else values
 
 
 def _graphs(
     data: Data,
-    part: Data,
     others: Mapping[str, Data],
     target: str,
     splits: Mapping[str, str] | None,
@@ -321,15 +267,14 @@ def _graphs(
     unknown = set(others) - {"val", "test"}
     if unknown:
         raise ValueError(f"'evaluate_on' is for 'val' and 'test' (got {sorted(unknown)})")
-    own = find_targets(part, target, splits=splits, **options)
+    own = find_targets(data, target, splits=splits, **options)
     for split in others:
-        if own.index[split].numel():
+        if own.counts[split]:
             raise ValueError(
                 f"'data' and evaluate_on[{split!r}] both hold {split} rows: leave one of them out"
             )
     rest = tuple(split for split in SPLITS if split not in others)
     graphs: list[Graph] = [(data, own, rest)]
     for split, other in others.items():
-        rows = own_rows(other, target, ())
-        graphs.append((other, find_targets(rows, target, whole=split, **options), (split,)))
+        graphs.append((other, find_targets(other, target, whole=split, **options), (split,)))
     return graphs

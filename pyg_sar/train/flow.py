@@ -19,10 +19,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
-from pyg_sar.comm.group import Communicator, current
 from pyg_sar.message.layer_state import modes_kept
-from pyg_sar.partition.message_flow import message_flow_graphs, sample_neighbors
+from pyg_sar.partition.message_flow import distributed_edges, message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
+from pyg_sar.tensors import rows_at, wrap
+from pyg_sar.train.targets import Targets
 from pyg_sar.train.wire_error import exact_rows
 
 Forward = Callable[[nn.Module, Data], Tensor]
@@ -58,15 +59,12 @@ def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
         ValueError: Naming the module.
     """
     for name, module in model.named_modules():
-        policy = getattr(module, "policy", None)
         reason = ""
         running = getattr(module, "track_running_stats", False) is True
         if (running or isinstance(module, _BatchNorm | HeteroBatchNorm)) and not sampled:
             reason = "takes statistics over all nodes in training"
         elif getattr(module, "cached", False) is True:
             reason = "has cached=True, and keeps the edges of one graph for the other"
-        elif policy is not None and getattr(policy, "random", None) is not None:
-            reason = "draws the random numbers of the whole graph (SARPolicy(random=...))"
         if reason:
             raise ValueError(
                 f"A message flow graph would change the training of {type(module).__name__} "
@@ -85,7 +83,7 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
 
     Args:
         model: The distributed model.
-        data: The part that ``flow`` was made of.
+        data: The graph that ``flow`` was made of.
         flow: What :func:`pyg_sar.message_flow_graphs` gave.
         forward: Calls the model on either.
 
@@ -95,19 +93,19 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
             module whose training would.
     """
     refuse_in_flow(model)
-    edges = flow.get("edge_index")
-    checked = getattr(getattr(edges, "partial", None), "checked", None)
-    if checked is None:
+    edges = getattr(flow.get("edge_index"), "edges", None)
+    compared = None if edges is None else edges.targets.compared
+    if compared is None:
         raise TypeError(
             "Expected 'flow' to be what pyg_sar.message_flow_graphs gave (got "
-            f"{type(flow).__name__} with edge_index of {type(edges).__name__})"
+            f"{type(flow).__name__})"
         )
-    earlier = set(checked)
-    checked.update(model.modules())
+    earlier = set(compared)
+    compared.update(model.modules())
     try:
         _compare(model, data, flow, forward)
     except BaseException:
-        checked.difference_update(set(checked) - earlier)
+        compared.difference_update(set(compared) - earlier)
         raise
 
 
@@ -119,19 +117,15 @@ def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None
             model.eval()
             whole = forward(model, data)[flow.input_id]
             found = forward(model, flow)[: flow.batch_size]
-        error = (found - whole).abs().max() if whole.numel() else whole.new_zeros(())
-        size = whole.abs().max() if whole.numel() else whole.new_zeros(())
-        both = torch.stack([error, size]).double().nan_to_num(float("inf"))
-        error, size = current().all_reduce(both, "max", label=("", "", "agreement"))
+        error, size = (float(t.abs().nan_to_num(math.inf).max()) for t in (found - whole, whole))
         tolerance = torch.finfo(whole.dtype).eps ** 0.5
         too_large = changed is _away_from_zero and math.isinf(size)
-        if not too_large and not float(error) <= tolerance * float(size):
+        if not too_large and not error <= tolerance * size:
             raise ValueError(
-                f"On the message flow graph the seeds' outputs are up to {float(error):.3g} off "
-                f"those of the whole graph (of which the largest is {float(size):.3g}): the model "
-                "passes messages on more often than 'num_layers', or takes all nodes together "
-                "(norms, readouts, attention over all nodes). Train on the whole graph, or give "
-                "more layers"
+                f"On the message flow graph the seeds' outputs are up to {error:.3g} off those of "
+                f"the whole graph (of which the largest is {size:.3g}): the model passes messages "
+                "on more often than 'num_layers', or takes all nodes together (norms, readouts, "
+                "attention over all nodes). Train on the whole graph, or give more layers"
             )
 
 
@@ -154,45 +148,39 @@ def _away_from_zero(model: nn.Module) -> Iterator[None]:
             parameter.copy_(value)
 
 
-def flow_rows(flow: Data, index: Tensor, target: str) -> Tensor:
-    """Returns where the rows of a split are in a message flow graph.
+def training_seeds(flow: Data, targets: Targets, target: str) -> Tensor:
+    """Returns which seeds of a message flow graph are training nodes, bool ``[batch_size]``.
 
     Args:
         flow: The message flow graph.
-        index: Local ids of nodes.
-        target: The attribute that holds the targets.
+        targets: The targets of the graph that it was made of.
+        target: The attribute that holds them.
 
     Raises:
-        ValueError: When some are no seeds.
+        ValueError: When some training nodes are no seeds.
     """
-    seeds = flow.input_id
     if target not in flow or "edge" in target or flow[target].size(0) != flow.num_nodes:
         raise ValueError(f"A message flow graph is for targets of nodes (data.{target} is not)")
-    if not len(seeds) and not len(index):
-        return index
-    rows = torch.searchsorted(seeds, index).clamp(max=max(len(seeds) - 1, 0))
-    if not len(seeds) or not torch.equal(seeds[rows], index):
+    seeds = targets.masks["train"][flow.input_id]
+    if int(seeds.sum()) < targets.counts["train"]:
         raise ValueError(
             "Expected 'flow' to be made of all training nodes: some are not among its seeds"
         )
-    return rows
+    return seeds
 
 
 def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
     """Returns the message flow graph where it has less than 3/4 of the rows and edges. Collective.
 
     Args:
-        data: This worker's part.
-        seeds: Its training nodes.
+        data: The graph.
+        seeds: Its training nodes: a mask, or ids.
         num_layers: The model's layers.
     """
     flow = message_flow_graphs(data, seeds, num_layers)
     nodes, edges = flow.num_sampled_nodes, flow.num_sampled_edges
     work = sum(sum(nodes[: k + 2]) + sum(edges[: k + 1]) for k in range(num_layers))
-    whole = num_layers * (data.num_nodes + data.edge_index.size(1))
-    both = torch.tensor([work, whole], device=seeds.device)
-    work, whole = current().all_reduce(both, "sum", label=("", "", "agreement")).tolist()
-    return flow if work < 0.75 * whole else None
+    return flow if work < 0.75 * num_layers * (data.num_nodes + data.num_edges) else None
 
 
 # Sampled neighbours ###########################################################
@@ -230,29 +218,26 @@ class NeighborSampling:
                 f"(10, 5) (got {numbers!r})"
             )
 
-    def batches(
-        self, data: Data, index: Tensor, n_id: Tensor, seed: int, epoch: int, comm: Communicator
-    ) -> Iterator[tuple[Data, Tensor]]:
-        """Yields the graphs of an epoch, and which of the training nodes are their seeds.
+    def batches(self, data: Data, mask: Tensor, seed: int, epoch: int) -> Iterator[Data]:
+        """Yields the graphs of an epoch. Collective.
 
         Args:
-            data: This worker's part.
-            index: Its training nodes.
-            n_id: Their global ids.
+            data: The graph.
+            mask: Its training nodes, bool ``[num_nodes]``.
             seed: Of all draws.
             epoch: The epoch.
-            comm: The workers.
         """
+        nodes = distributed_edges(data).targets
+        comm, own = nodes.comm, rows_at(mask, nodes, 0)
         first = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
-        numbers = keyed_numbers(n_id.to(index.device), first % 2**63)
-        own = torch.tensor([numbers.numel()], device=index.device)
-        rest = int(comm.all_reduce(own, "max", label=_LABEL)) - numbers.numel()
+        numbers = keyed_numbers(nodes.ids[own], first % 2**63)
+        count = torch.tensor([numbers.numel()], device=numbers.device)
+        rest = int(comm.all_reduce(count, "max", label=_LABEL)) - numbers.numel()
         padded = torch.cat([numbers, numbers.new_full((rest,), 2.0)])
         everyone = torch.cat(comm.all_gather(padded, label=_LABEL)).sort().values
         everyone = everyone[everyone < 2]
-        batch = torch.searchsorted(everyone, numbers) // self.batch_size
+        batch = torch.full_like(nodes.ids, -1)
+        batch[own] = torch.searchsorted(everyone, numbers) // self.batch_size
         for k in range(-(-len(everyone) // self.batch_size)):
-            rows = (batch == k).nonzero().view(-1)
-            rows = rows[index[rows].argsort()]
             key = (first + (k + 1) * 0x94D049BB133111EB) % 2**63
-            yield sample_neighbors(data, index[rows], self.num_neighbors, key), rows
+            yield sample_neighbors(data, wrap(batch == k, nodes, 0), self.num_neighbors, key)

@@ -61,7 +61,7 @@ class HostedRun:
         Args:
             model: The distributed model.
             ledger: Opened when this object was made.
-            num_nodes: This part's nodes.
+            num_nodes: The graph's nodes.
             epochs: Epochs since.
 
         Returns:
@@ -76,9 +76,8 @@ class HostedRun:
         if host is None:
             return {}
         now = [b - a for a, b in zip(self._before, moved(self.comm), strict=True)]
-        everyone = self.comm.all_gather_object([num_nodes, now, ledger.gathers()])
-        nodes = sum(count for count, _, _ in everyone)
-        workers = [[everyone[part][1] for part in parts] for parts in host.hosted]
+        everyone = self.comm.all_gather_object([now, ledger.gathers()])
+        workers = [[everyone[part][0] for part in parts] for parts in host.hosted]
         each = {
             key: [max(found[k] for found in worker) / max(epochs, 1) for worker in workers]
             for k, key in enumerate(MOVED)
@@ -87,9 +86,9 @@ class HostedRun:
         for name, module in model.named_modules():
             if isinstance(module, MessagePassing):
                 label = getattr(module, "ledger_name", name)
-                rows = {p: _rows([g.get(label, {}) for *_, g in everyone], p) for p in PHASES}
+                rows = {p: _rows([g.get(label, {}) for _, g in everyone], p) for p in PHASES}
                 for counts in rows.values():
-                    counts["read_per_node"] = counts["read"] / max(nodes, 1)
+                    counts["read_per_node"] = counts["read"] / max(num_nodes, 1)
                 layers[name] = {"case": backward_case(module), **rows}
         return {
             "parts": [len(parts) for parts in host.hosted],

@@ -112,7 +112,7 @@ class Report(Callback):
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         assert self._ledger is not None and self._hosted is not None
         workers = trainer.comm.all_gather_object(self._ledger.summary())
-        nodes = int(trainer.rows.part.num_nodes or 0)
+        nodes = int(trainer.data.num_nodes or 0)
         hosting = self._hosted.summary(trainer.model, self._ledger, nodes, self._epochs)
         if trainer.comm.rank != 0:
             return

@@ -17,12 +17,11 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import CheckpointError
-from pyg_sar.exchange.gather import post_all
-from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.files import from_json
-from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.arguments import cycles_momentum
 from pyg_sar.train.checkpoint import Checkpoint
+from pyg_sar.train.targets import Targets
 from pyg_sar.wording import counted
 
 #: Settings that a resumed run may change without leaving the loss curve it continues.
@@ -98,9 +97,9 @@ def check_same_graph(
     if moved and (graph is None or before is None) and not allow_changes:
         raise CheckpointError(
             f"{name!r} is of {counted(saved.world_size, 'parts')}, this run has {size}, and it "
-            "can't be shown that they are of the same graph: 'data' must have 'n_id' and "
-            "'edge_index' (as load_partition gives them) when saving and now. Start workers that "
-            f"host {counted(saved.world_size, 'parts')}, or pass allow_changes=True "
+            "can't be shown that they are of the same graph: 'data' must have an 'edge_index' "
+            "when saving and now. Start workers that host "
+            f"{counted(saved.world_size, 'parts')}, or pass allow_changes=True "
             "(--allow-changes)"
         )
     local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
@@ -161,7 +160,6 @@ def resume_schedulers(
 # Digests of graphs ############################################################
 
 
-_LABEL = ("", "", "checkpoint")
 _CHUNK = 2**20  # edges that are hashed at a time
 
 DIFFERENCES = {
@@ -173,57 +171,53 @@ DIFFERENCES = {
 """Names what differs between graphs, for each value of :func:`graph_digest`."""
 
 
-def graph_digest(
-    data: Any,
-    targets: Tensor,
-    ids: Tensor | None,
-    splits: Mapping[str, Tensor],
-    comm: Communicator,
-) -> dict[str, Any] | None:
-    """Returns the sizes of the whole graph and digests of its nodes and edges. Collective.
+def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, Any] | None:
+    """Returns the sizes of a graph and digests of its nodes and edges. Collective.
 
     Features are not looked at, nor are attributes of edges.
 
     Args:
-        data: This worker's part (a ``Data`` with ``n_id``), or the whole graph in one process.
-        targets: The targets, ``[n, *]``, of nodes or of something else.
-        ids: Where these rows are in the whole graph's order, int64 ``[n]``.
-        splits: The rows of each split.
+        data: The graph.
+        targets: Its targets, of nodes or of something else.
         comm: The workers.
 
     Returns:
         ``nodes`` and ``edges``, how many there are; ``node_digest`` of ids, targets and splits;
         ``edge_digest`` of the pairs of ids; ``owners``, a digest of the ids of each worker. The
-        same on all workers, and but for ``owners`` under all partitions. ``None`` where a worker
-        does not know its nodes' ids, or has no ``edge_index`` between them.
+        same on all workers, and but for ``owners`` under all partitions. ``None`` where there is
+        no ``edge_index`` between nodes of one type.
     """
-    ends = _ends(data, comm)
-    if ids is None and comm.world_size == 1:
-        ids = torch.arange(len(targets), device=targets.device)
-    known = ends is not None and ids is not None
-    if not all(comm.all_gather_object(known)) or ends is None or ids is None:
+    edges = data.get("edge_index") if isinstance(data, Data) else None
+    if not isinstance(edges, Tensor) or edges.layout != torch.strided or edges.dim() != 2:
         return None
-    n_id, source, target, plan = ends
-    sources = n_id
-    if plan is not None:
-        sources = torch.cat([n_id, _halo_ids(n_id, plan)])
-    member = torch.zeros_like(ids)
-    for k, rows in enumerate(splits.values()):
-        member[rows] += 1 << k
-    owner = _mixed(n_id)
-    node = _mixed(_mixed(_mixed(ids) + _bits(targets)) + member)
+    joined = edges.edges if isinstance(edges, NodeTensor) else None
+    if joined is not None and joined.sources is not joined.targets:
+        return None
+    member = torch.zeros_like(targets.masks["train"], dtype=torch.long)
+    for k, mask in enumerate(targets.masks.values()):
+        member = member + (mask.long() << k)
+    values, rows = targets.values, len(targets.values)
+    ids = torch.arange(rows, device=values.device)
+    if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
+        ids, values, member = values.rows.ids, values.to_local(), member.to_local()
+    node = _mixed(_mixed(_mixed(ids) + _bits(values)) + member)
+    owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
+    pairs = edges.as_subclass(Tensor) if joined is None else joined.global_ids()
     edge = 0
-    for low in range(0, source.numel(), _CHUNK):
-        part = slice(low, low + _CHUNK)
-        edge += int(_mixed(_mixed(sources[source[part]]) + n_id[target[part]]).sum())
-    mine = [n_id.numel(), source.numel(), int(node.sum()), edge, int(owner.sum())]
+    for source, target in zip(*(end.split(_CHUNK) for end in pairs), strict=True):
+        edge += int(_mixed(_mixed(source) + target).sum())
+    mine = [int(node.sum()), edge, int(_mixed(owned).sum())]
+    whole = isinstance(targets.values, NodeTensor), joined is not None
     columns = list(zip(*comm.all_gather_object(mine), strict=True))
+    nodes, ends = (
+        sum(column) if spread else column[0] for column, spread in zip(columns, whole, strict=False)
+    )
     return {
-        "nodes": sum(columns[0]),
-        "edges": sum(columns[1]),
-        "node_digest": f"{sum(columns[2]) % 2**64:016x}",
-        "edge_digest": f"{sum(columns[3]) % 2**64:016x}",
-        "owners": [f"{value % 2**64:016x}" for value in columns[4]],
+        "nodes": data.num_nodes,
+        "edges": edges.size(1),
+        "node_digest": f"{nodes % 2**64:016x}",
+        "edge_digest": f"{ends % 2**64:016x}",
+        "owners": [f"{value % 2**64:016x}" for value in columns[2]],
     }
 
 
@@ -236,37 +230,6 @@ def _bits(targets: Tensor) -> Tensor:
     for k in range(1, columns.size(1)):
         rows = _mixed(rows) + columns[:, k].long()
     return rows
-
-
-def _ends(data: Any, comm: Communicator) -> tuple[Tensor, Tensor, Tensor, HaloPlan | None] | None:
-    """Returns global ids of the nodes, and local ids of the edges' sources and targets."""
-    if not isinstance(data, Data):
-        return None
-    n_id, edges = data.get("n_id"), data.get("edge_index")
-    if n_id is None and comm.world_size == 1:
-        n_id = torch.arange(data.num_nodes or 0)
-    if (
-        not isinstance(n_id, Tensor)
-        or n_id.dim() != 1
-        or not isinstance(edges, Tensor)
-        or edges.layout != torch.strided
-    ):
-        return None
-    if isinstance(edges, DistEdgeIndex):
-        fits = edges.targets is None and edges.plan.num_local == n_id.numel()
-        return (n_id.to(edges.device), *edges.ends(), edges.plan) if fits else None
-    if comm.world_size > 1 or edges.dim() != 2:
-        return None
-    source, target = edges.as_subclass(Tensor)
-    return n_id.to(edges.device), source, target, None
-
-
-def _halo_ids(n_id: Tensor, plan: HaloPlan) -> Tensor:
-    halo = n_id.new_empty(plan.num_halo)
-    sends = [n_id[plan.send_rows(q)] for q in range(plan.world_size)]
-    receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
-    post_all(plan, sends, receives, _LABEL).wait()
-    return halo
 
 
 def _mixed(values: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.space.draws import keyed_numbers
+from pyg_sar.tensors import NodeTensor, from_local
 from pyg_sar.wording import counted
 
 SPLITS: tuple[str, ...] = ("train", "val", "test")
@@ -25,26 +26,24 @@ SPLITS: tuple[str, ...] = ("train", "val", "test")
 MASKS: dict[str, str] = {split: f"{split}_mask" for split in SPLITS}
 """Attributes that hold the splits of nodes."""
 
-_LISTS = "_index_place"  # The end of the name of a list's places in the whole graph.
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """The targets of one graph, of this worker.
+    """The targets of one graph.
 
     Attributes:
         values: A row for each row that the model returns, ``[n, *]``; classes as int64 ``[n]``.
-        index: The rows of each split that count, int64.
-        ids: Where these rows are in the whole graph's order, int64 ``[n]``, if that is known.
+        masks: The rows of each split that count, bool ``[n]``.
+        counts: How many these are.
     """
 
     values: Tensor
-    index: dict[str, Tensor]
-    ids: Tensor | None
+    masks: dict[str, Tensor]
+    counts: dict[str, int]
 
     def select(self, split: str) -> Tensor:
         """Returns the targets of a split."""
-        return self.values[self.index[split]]
+        return self.values[self.masks[split]]
 
 
 def find_targets(
@@ -60,7 +59,7 @@ def find_targets(
     """Finds the targets in a graph's data, and the rows of each split.
 
     Args:
-        data: This worker's part, or the whole graph.
+        data: The graph.
         name: The attribute that holds the targets.
         splits: The attribute of each split: a mask, bool ``[n]`` or ``[n, num_splits]``, or a list
             of rows, int64 ``[K]``. By default ``train_mask``, ``val_mask`` and ``test_mask`` for
@@ -83,27 +82,34 @@ def find_targets(
     if whole is None and splits is None:
         splits, whole = (MASKS, None) if name == "y" else ({}, "train")
     if whole is None:
-        masks = splits or {}
-        of_train, *others = (_dim(data, masks.get(split, "")) for split in SPLITS)
+        names = splits or {}
+        of_train, *others = (_dim(data, names.get(split, "")) for split in SPLITS)
         if column and of_train == 1 and 2 not in others:
             raise ValueError(
-                f"split {column}: data.{masks.get('train')} has one dimension, so the graph has "
+                f"split {column}: data.{names.get('train')} has one dimension, so the graph has "
                 "one split; leave the split out"
             )
-        index = {s: _rows(data, masks.get(s), s, column, values, name) for s in SPLITS}
+        masks = {s: _mask(data, names.get(s), s, column, values, name) for s in SPLITS}
     else:
-        counts = {split: len(values) if split == whole else 0 for split in SPLITS}
-        index = {s: torch.arange(n, device=values.device) for s, n in counts.items()}
+        masks = {split: _rows(values, split == whole) for split in SPLITS}
     if of_classes:
-        index = {split: rows[values[rows] >= 0] for split, rows in index.items()}
-    for split, rows in index.items():
-        missing = int(values[rows].isnan().view(len(rows), -1).any(1).sum()) if len(rows) else 0
-        if missing:
-            raise ValueError(
-                f"data.{name} holds NaN in {missing} of the {len(rows)} {split} rows: leave rows "
-                "without a target out of the split"
-            )
-    return Targets(values=values, index=index, ids=_ids(data, name, len(values)))
+        masks = {split: mask & (values >= 0) for split, mask in masks.items()}
+    counts = {split: int(mask.sum()) for split, mask in masks.items()}
+    if values.is_floating_point():
+        missing = values.isnan().view(len(values), -1).any(1)
+        for split, mask in masks.items():
+            if number := int((missing & mask).sum()):
+                raise ValueError(
+                    f"data.{name} holds NaN in {number} of the {counts[split]} {split} rows: leave "
+                    "rows without a target out of the split"
+                )
+    return Targets(values=values, masks=masks, counts=counts)
+
+
+def _rows(values: Tensor, value: bool) -> Tensor:
+    """Returns a mask of all rows, or of none."""
+    first = values if values.dim() == 1 else values.flatten(1).select(1, 0)
+    return torch.full_like(first, value, dtype=torch.bool)
 
 
 def node_labels(data: Data, name: str = "y") -> Tensor:
@@ -137,71 +143,65 @@ def _dim(data: Data, name: str) -> int:
     return value.dim() if isinstance(value, Tensor) else 0
 
 
-def _rows(
-    data: Data, mask_name: str | None, split: str, column: int, values: Tensor, target: str
+def _mask(
+    data: Data, name: str | None, split: str, column: int, values: Tensor, target: str
 ) -> Tensor:
-    """Returns the rows of a split, from its mask or list."""
-    rows = None if mask_name is None else data.get(mask_name)
-    if not isinstance(rows, Tensor):
-        if split != "train" and mask_name in (None, MASKS[split]):
-            return torch.empty(0, dtype=torch.long, device=values.device)
+    """Returns the mask of a split, from its attribute, a mask or a list."""
+    found = None if name is None else data.get(name)
+    if not isinstance(found, Tensor):
+        if split != "train" and name in (None, MASKS[split]):
+            return _rows(values, False)
         raise ValueError(
-            f"data.{mask_name or MASKS[split]} is missing: training needs to know which rows of "
+            f"data.{name or MASKS[split]} is missing: training needs to know which rows of "
             f"data.{target} to use (torch_geometric.transforms.RandomNodeSplit makes masks)"
         )
-    if rows.dtype == torch.long and rows.dim() == 1:
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(values):
-            raise ValueError(
-                f"data.{mask_name} holds rows {int(rows.min())} to {int(rows.max())}, "
-                f"data.{target} has {len(values)}"
-            )
-        if len(rows.unique()) < len(rows):
-            raise ValueError(
-                f"data.{mask_name} lists {counted(len(rows.unique()), 'rows')} in {len(rows)} "
-                f"numbers: give each once; if it is a mask, data.{mask_name}.bool()"
-            )
-        return rows
-    if target == "y" and rows.dtype == torch.bool and len(rows) == data.num_nodes != len(values):
+    if found.dtype == torch.long and found.dim() == 1:
+        return _of_list(found, name, values, target)
+    if target == "y" and found.dtype == torch.bool and len(found) == data.num_nodes != len(values):
         raise ValueError(
-            f"Expected 'data.y' to have a row for each of {counted(len(rows), 'nodes')}, as "
-            f"data.{mask_name} has (got {len(values)}); a node without a label has y=-1"
+            f"Expected 'data.y' to have a row for each of {counted(len(found), 'nodes')}, as "
+            f"data.{name} has (got {len(values)}); a node without a label has y=-1"
         )
-    if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
+    if found.dtype != torch.bool or found.dim() not in (1, 2) or len(found) != len(values):
         raise ValueError(
-            f"Expected 'data.{mask_name}' to be bool of shape [{len(values)}] or "
-            f"[{len(values)}, num_splits] (got {rows.dtype} {list(rows.shape)})"
+            f"Expected 'data.{name}' to be bool of shape [{len(values)}] or "
+            f"[{len(values)}, num_splits] (got {found.dtype} {list(found.shape)})"
         )
-    if rows.dim() == 2:
-        if column >= rows.size(1):
-            raise ValueError(f"split {column}: data.{mask_name} has {rows.size(1)} splits")
-        rows = rows[:, column]
-    return rows.nonzero().view(-1)
+    if found.dim() == 2:
+        if column >= found.size(1):
+            raise ValueError(f"split {column}: data.{name} has {found.size(1)} splits")
+        found = found[:, column]
+    return found
 
 
-def _ids(data: Any, name: str, rows: int) -> Tensor | None:
-    """Returns where the rows are in the whole graph's order; ``None`` where nothing tells."""
-    edges = name.startswith("edge")
-    candidates = (f"{name}{_LISTS}", "e_id") if edges else ("n_id", f"{name}{_LISTS}")
-    for candidate in candidates:
-        ids = data.get(candidate)
-        if isinstance(ids, Tensor) and tuple(ids.shape) == (rows,):
-            return ids
-    return None
+def _of_list(rows: Tensor, name: str | None, values: Tensor, target: str) -> Tensor:
+    """Returns the mask of the rows that a list names."""
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(values):
+        raise ValueError(
+            f"data.{name} holds rows {int(rows.min())} to {int(rows.max())}, data.{target} has "
+            f"{len(values)}"
+        )
+    mask = _rows(values, False)
+    mask[rows] = True
+    if (number := int(mask.sum())) < len(rows):
+        raise ValueError(
+            f"data.{name} lists {counted(number, 'rows')} in {len(rows)} numbers: give each once; "
+            f"if it is a mask, data.{name}.bool()"
+        )
+    return mask
 
 
 # Labels as inputs #############################################################
 
 
-def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
+def ratio_mask(mask: Tensor, ratio: float, key: int) -> Tensor:
     """Keeps a random share of a mask, the same nodes for any number of workers.
 
-    It is ``MaskLabel.ratio_mask`` whose random numbers belong to the nodes, where workers that draw
-    their own would split otherwise for each number of workers. Nothing is sent.
+    It is ``MaskLabel.ratio_mask`` with random numbers that belong to the nodes. Nothing is sent.
 
     Args:
-        mask: This worker's nodes, bool ``[num_nodes]``.
+        mask: Bool ``[num_nodes]``.
         ratio: The share that stays ``True``.
-        n_id: Global ids of the nodes, ``data.n_id``; ``torch.arange(num_nodes)`` in one process.
         key: Which draw: the epoch, say. The same key draws the same nodes.
 
     Returns:
@@ -210,15 +210,21 @@ def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
     Raises:
         ValueError: When the mask is not bool, or the ratio no share.
     """
-    if mask.dtype != torch.bool or mask.shape != n_id.shape:
+    if mask.dtype != torch.bool or mask.dim() != 1:
         raise ValueError(
-            "Expected 'mask' to be bool with a value for each of the "
-            f"{counted(len(n_id), 'nodes')} of 'n_id' (got {mask.dtype} {list(mask.shape)})"
+            "Expected 'mask' to be bool with a value for each node (got "
+            f"{mask.dtype} {list(mask.shape)})"
         )
     if not 0 <= ratio <= 1:
         raise ValueError(f"Expected 'ratio' to be in [0, 1] (got {ratio!r})")
+    if isinstance(mask, NodeTensor):
+        return from_local(_share(mask.to_local(), ratio, mask.rows.ids, key), mask)
+    return _share(mask, ratio, torch.arange(len(mask), device=mask.device), key)
+
+
+def _share(mask: Tensor, ratio: float, ids: Tensor, key: int) -> Tensor:
     out = mask.clone()
-    out[mask] = keyed_numbers(n_id[mask].to(mask.device), key) < ratio
+    out[mask] = keyed_numbers(ids[mask].to(mask.device), key) < ratio
     return out
 
 
@@ -242,13 +248,15 @@ def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor
             "Expected 'y' to hold an integer and 'shown' a bool for each node (got "
             f"{y.dtype} {list(y.shape)} and {shown.dtype} {list(shown.shape)})"
         )
-    labels, shown = y.view(-1).long(), shown.view(-1)
-    wrong = labels[shown & ((labels < 0) | (labels >= num_classes))]
-    if len(wrong):
+    shown = shown.view(-1)
+    labels = y.view(-1).long().where(shown, 0)
+    low, high = (int(n) for n in labels.aminmax()) if len(labels) else (0, 0)
+    if low < 0 or high >= num_classes:
         raise ValueError(
-            f"'shown' has a node with label {int(wrong[0])}; classes are 0 to {num_classes - 1}"
+            f"'shown' has a node with label {low if low < 0 else high}; classes are 0 to "
+            f"{num_classes - 1}"
         )
-    columns = F.one_hot(labels.where(shown, 0), num_classes) * shown.view(-1, 1)
+    columns = F.one_hot(labels, num_classes) * shown.view(-1, 1)
     return torch.cat([x, columns.to(x.dtype)], dim=1)
 
 
@@ -258,32 +266,19 @@ class LabelSplit:
     Args:
         ratio: The share of training nodes that show their labels in a step, in ``[0, 1)``.
         seed: Of all draws.
-        index: This worker's training nodes.
-        n_id: Global ids of all its nodes.
-        num_nodes: How many it has.
+        mask: The training nodes, bool ``[num_nodes]``, which all show theirs in evaluations.
 
     Raises:
-        ValueError: When the ratio is out of range, or global ids are missing.
+        ValueError: When the ratio is out of range.
     """
 
-    def __init__(
-        self, ratio: float, seed: int, index: Tensor, n_id: Tensor | None, num_nodes: int
-    ) -> None:
+    def __init__(self, ratio: float, seed: int, mask: Tensor) -> None:
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if not number or not 0 <= ratio < 1:
             raise ValueError(f"Expected 'labels' to be in [0, 1) (got {ratio!r})")
-        if n_id is None:
-            raise ValueError("'labels' needs global ids of the nodes: data.n_id is missing")
-        self.ratio, self.seed, self.index, self.n_id = ratio, seed, index, n_id
-        self.num_nodes = num_nodes
-
-    def everything(self) -> Tensor:
-        """Returns the mask of evaluations: all training nodes show their labels."""
-        mask = torch.zeros(self.num_nodes, dtype=torch.bool, device=self.index.device)
-        mask[self.index] = True
-        return mask
+        self.ratio, self.seed, self.mask = ratio, seed, mask
 
     def shown(self, epoch: int) -> Tensor:
-        """Returns which training nodes show their labels in a step, bool ``[len(index)]``."""
+        """Returns which nodes show their labels in a step, bool ``[num_nodes]``."""
         key = (self.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63
-        return ratio_mask(self.everything(), self.ratio, self.n_id, key)[self.index]
+        return ratio_mask(self.mask, self.ratio, key)

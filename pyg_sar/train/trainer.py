@@ -7,13 +7,11 @@
                       callbacks=[TqdmProgress(), CheckpointEvery("run.ckpt", every=10)])
     result = trainer.fit()
 
-The loop does not know how the graph is divided. It takes a model, a PyG ``Data`` with this worker's
-nodes, and the workers; losses and metrics are global, and a worker without training rows takes part
-in everything.
+The loop does not know how the graph is divided: predictions and targets are tensors of the whole
+graph, losses and metrics PyTorch's own.
 
 [Note: in step] Workers must agree on when to evaluate, lower the learning rate, and stop. Each of
-these decisions depends on global values only, which are the same numbers to the last bit on every
-worker.
+these decisions depends on values that are the same numbers to the last bit on every worker.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,7 +32,6 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
-from pyg_sar.tensors import NodeTensor, from_local
 from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -45,12 +41,17 @@ from pyg_sar.train.checkpoint import (
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
-from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, flow_rows, refuse_in_flow
+from pyg_sar.train.flow import (
+    NeighborSampling,
+    call_model,
+    check_flow,
+    refuse_in_flow,
+    training_seeds,
+)
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
-from pyg_sar.wording import counted
 
 __all__ = [
     "Callback",
@@ -59,7 +60,6 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
-    "seed_worker",
 ]
 
 
@@ -92,21 +92,21 @@ class Trainer:
     Args:
         model: Called by ``forward``; its parameters are the same on every worker (as
             :func:`pyg_sar.distribute` leaves them) and after ``backward()`` every ``p.grad`` holds
-            the gradient of the global loss.
-        data: This worker's part, on the model's device. For node classification: ``y`` int64
-            ``[num_nodes]`` or ``[num_nodes, 1]`` (-1: no label), ``train_mask`` and, where there
-            are such nodes, ``val_mask`` and ``test_mask``, bool ``[num_nodes]`` or
+            its gradient.
+        data: The graph, as :func:`pyg_sar.load_partition` gives it. For node classification: ``y``
+            int64 ``[num_nodes]`` or ``[num_nodes, 1]`` (-1: no label), ``train_mask`` and, where
+            there are such nodes, ``val_mask`` and ``test_mask``, bool ``[num_nodes]`` or
             ``[num_nodes, num_splits]``.
         config: The settings.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
         forward: Computes the predictions from model and data, a row per row of the target, where
             ``model(data.x, data.edge_index)`` is not the right call.
         loss: Cross entropy unless given. A loss of ``torch.nn`` or ``torch.nn.functional``, or a
-            function of predictions and targets that returns a value per row
-            (:class:`~pyg_sar.train.objective.Objective`).
+            function of predictions and targets that returns a number.
         metrics: By name, functions of predictions and targets that return a number, or objects as
-            those of torchmetrics. Rank 0 computes them from the rows of all workers, in the whole
-            graph's order. The accuracy is among the scores in any case where targets are classes.
+            those of torchmetrics, of which a copy is taken. Predictions and targets are tensors of
+            the whole graph, in its order; every worker calls the loss and the metrics. The accuracy
+            is among the scores in any case where targets are classes.
         target: The attribute that holds the targets: of nodes (``'y'``), or of edges, pairs or
             whatever ``forward`` returns rows for (``'edge_label'``).
         splits: The mask or list of rows of each split, by name, such as ``{'train': 'train_mask'}``
@@ -130,8 +130,8 @@ class Trainer:
 
     Raises:
         TypeError: for an argument of another type.
-        ValueError: on every worker, for missing or ill-shaped targets or masks, or when there is no
-            training row on any worker; for settings that don't fit each other.
+        ValueError: For missing or ill-shaped targets or masks, or when there is no training row;
+            for settings that don't fit each other.
     """
 
     def __init__(
@@ -185,22 +185,14 @@ class Trainer:
             metrics=self.metrics,
             comm=self.comm,
         )
-        own, config = self.rows.graphs[0][1], self.config
-        if self.rows.part is not data and not (flow is None and sampler is None):
-            raise ValueError(
-                "'flow' and 'sampler' take each worker's own rows: give the Trainer the data of "
-                "load_partition(root, view='local') and a model of distribute(model, view='local')"
-            )
+        config = self.config
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
-            self._seeds = flow_rows(flow, own.index["train"], target)
+            self._seeds = training_seeds(flow, self.rows.targets, target)
         self.labels = None
         if labels is not None:
-            seed, index, ids, nodes = config.seed or 0, own.index["train"], own.ids, len(own.values)
-            if ids is None and self.comm.world_size == 1:
-                ids = torch.arange(nodes, device=index.device)
-            self.labels = LabelSplit(labels, seed, index, ids, nodes)
+            self.labels = LabelSplit(labels, config.seed or 0, self.rows.targets.masks["train"])
         self.sampler = sampler
         if sampler is not None:
             refuse_in_flow(model, sampled=True)
@@ -218,7 +210,7 @@ class Trainer:
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
         if self.rows.totals["val"] == 0 and (config.patience or plateau):
             raise ValueError(
-                "data.val_mask holds no labelled node on any worker: early stopping ('patience') "
+                "data.val_mask holds no labelled node: early stopping ('patience') "
                 "and the 'plateau' schedule need validation nodes"
             )
 
@@ -248,9 +240,9 @@ class Trainer:
         shared.pop("seed")
         check_settings(shared, self.optimizer, self.comm)
         if self.epoch == 0 and self.config.seed is not None:
-            seed_worker(self.config.seed, 0 if self._draws_alike() else self.comm.rank)
+            torch.manual_seed(self.config.seed)
         if self.flow is not None:
-            self._show_all_labels()
+            self._show(None if self.labels is None else self.labels.mask)
             check_flow(self.model, self.data, self.flow, forward=self.forward)
         try:
             for callback in self.callbacks:
@@ -301,7 +293,7 @@ class Trainer:
         )
 
     def train_step(self) -> tuple[float, float | None]:
-        """Makes one optimizer step; returns the global loss, and the gradient norm if clipped.
+        """Makes one optimizer step; returns the loss, and the gradient norm if clipped.
 
         Raises:
             DivergedError: on every worker, when the loss is infinite or nan; no step is taken.
@@ -322,21 +314,18 @@ class Trainer:
 
     def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
         """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
-        targets, losses, norm = self.rows.graphs[0][1], [], None
-        index, y = targets.index["train"], targets.select("train")
-        if targets.ids is None:
-            raise ValueError("'sampler' needs global ids of the nodes: data.n_id is missing")
-        seed, ids = self.config.seed or 0, targets.ids[index]
-        for flow, rows in sampler.batches(self.data, index, ids, seed, self.epoch, self.comm):
+        targets, losses, norm = self.rows.targets, [], None
+        seed = self.config.seed or 0
+        for flow in sampler.batches(self.data, targets.masks["train"], seed, self.epoch):
             self.optimizer.zero_grad(set_to_none=True)
             out = self.forward(self.model, flow)[: flow.batch_size]
-            losses.append(self._backward((out, y[rows])))
+            losses.append(self._backward((out, targets.values[flow.input_id])))
             norm = self._step()
         return sum(losses) / len(losses), norm
 
     def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
-        """Returns the global training loss, after adding its gradients to the parameters'."""
-        loss = self.objective(*(rows or self._training_rows()), self.comm)
+        """Returns the training loss, after adding its gradients to the parameters'."""
+        loss = self.objective(*(rows or self._training_rows()))
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
@@ -347,23 +336,26 @@ class Trainer:
         return value
 
     def _training_rows(self) -> tuple[Tensor, Tensor]:
-        """Returns the model's rows, and targets, of this worker's part of a step."""
-        data, index = self.data, self.rows.graphs[0][1].index["train"]
-        if self.flow is not None:
-            data, index = self.flow, self._seeds
-        shown = None
-        if self.labels is not None:
-            shown = self.labels.shown(self.epoch)
-            mask = torch.zeros_like(self.labels.everything())
-            if self.flow is not None:
-                mask = mask.new_zeros(data.num_nodes)
-            mask[index[shown]] = True
-            self._put_mask(data, mask)
+        """Returns the model's rows, and targets, of a step."""
+        mask, values = self.rows.targets.masks["train"], self.rows.targets.values
+        shown = None if self.labels is None else self.labels.shown(self.epoch)
+        self._show(shown)
         if self.flow is None:
-            out, target = self.rows.training_rows(self.forward, self.model)
+            out = self.rows.predict(self.forward, self.model)
         else:
-            out, target = self.forward(self.model, data)[index], self.rows.training_targets()
-        return (out, target) if shown is None else (out[~shown], target[~shown])
+            out = self.forward(self.model, self.flow)[: self.flow.batch_size]
+            seeds = self.flow.input_id
+            mask, values = self._seeds, values[seeds]
+            shown = None if shown is None else shown[seeds]
+        mask = mask if shown is None else mask & ~shown
+        return out[mask], values[mask]
+
+    def _show(self, labels: Tensor | None) -> None:
+        """Gives the graphs the mask of the nodes that show their labels."""
+        if labels is not None:
+            self.data.label_mask = labels
+            if self.flow is not None:
+                self.flow.label_mask = labels[self.flow.n_id]
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
@@ -374,22 +366,8 @@ class Trainer:
                 or a metric fails.
         """
         self.model.eval()
-        self._show_all_labels()
+        self._show(None if self.labels is None else self.labels.mask)
         return self.rows.scores(self.forward, self.model)
-
-    def _show_all_labels(self) -> None:
-        """Gives each graph the mask of evaluations."""
-        if self.labels is None:
-            return
-        self._put_mask(self.data, self.labels.everything())
-        if self.flow is not None:
-            self.flow.label_mask = torch.zeros_like(self.flow.n_id, dtype=torch.bool)
-            self.flow.label_mask[self._seeds] = True
-
-    def _put_mask(self, data: Data, mask: Tensor) -> None:
-        """Gives a graph the mask of the nodes that show their labels."""
-        values = data.get(self.target)
-        data.label_mask = from_local(mask, values) if isinstance(values, NodeTensor) else mask
 
     def _take_note(self, scores: Scores) -> None:
         """Keeps the best weights, and counts evaluations without a better value."""
@@ -456,9 +434,7 @@ class Trainer:
         Call it on a trainer made as the saved one was, before :meth:`fit`. With the same parts of
         the graph the curve is the same to the bit, whatever number of workers hosts them. Another
         partition of the same graph continues it up to rounding: rows per node
-        (:class:`~pyg_sar.nn.NodeEmbedding`) go by global id. Dropout draws other masks then. With
-        another number of parts it starts from the seed and the epoch, which a warning of rank 0
-        says.
+        (:class:`~pyg_sar.nn.NodeEmbedding`) go by global id, and dropout draws the same masks.
 
         Args:
             path: The file.
@@ -475,17 +451,12 @@ class Trainer:
         check_same_run(name, first, now, allow_changes=allow_changes)
         graph = self._graph()
         check_same_graph(name, first, graph, self.rows.counts, allow_changes=allow_changes)
-        restore = first.world_size == self.comm.world_size
         options = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
-        checkpoint = load_checkpoint(
-            path, self.model, self.optimizer, restore_rng=restore, comm=self.comm
-        )
+        checkpoint = load_checkpoint(path, self.model, self.optimizer, comm=self.comm)
         resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
-        if not restore:
-            self._start_randomly(path, first)
         for kept in _KEPT:
             setattr(self, kept, state[kept])
         self.best_state = {
@@ -497,32 +468,10 @@ class Trainer:
     def _schedule_state(self) -> list[Any]:
         return [to_json(scheduler.state_dict()) for scheduler in self.schedulers]
 
-    def _start_randomly(self, path: str | os.PathLike[str], saved: Checkpoint) -> None:
-        """Seeds the random state where the checkpoint's are those of other parts."""
-        seed, epoch = self.config.seed, saved.state["epoch"]
-        if seed is not None:
-            seed_worker(seed + epoch, 0 if self._draws_alike() else self.comm.rank)
-        if self.comm.rank == 0:
-            start = "go on as they are" if seed is None else f"start from seed {seed} + {epoch}"
-            warnings.warn(
-                f"{os.fspath(path)!r} holds the random states of "
-                f"{counted(saved.world_size, 'parts')}, this run has {self.comm.world_size}: they "
-                f"{start} (other dropout masks)",
-                stacklevel=3,
-            )
-
-    def _draws_alike(self) -> bool:
-        """Returns whether all workers draw the same numbers (``SARPolicy(random=...)``)."""
-        policies = [getattr(module, "policy", None) for module in self.model.modules()]
-        return any(policy is not None and policy.random is not None for policy in policies)
-
     def _graph(self) -> dict[str, Any] | None:
         """Returns what tells the graph from others; the first call is collective."""
         if not self._digest:
-            own = self.rows.graphs[0][1]
-            self._digest.append(
-                graph_digest(self.rows.part, own.values, own.ids, own.index, self.comm)
-            )
+            self._digest.append(graph_digest(self.data, self.rows.targets, self.comm))
         return self._digest[0]
 
 
@@ -532,8 +481,3 @@ def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay
     )
     return optimizer
-
-
-def seed_worker(seed: int, rank: int) -> None:
-    """Seeds torch's generators differently on each worker; rank 0 as one process would be."""
-    torch.manual_seed((seed + 0x9E3779B97F4A7C15 * rank) % 2**63)
