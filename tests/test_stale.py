@@ -219,6 +219,7 @@ def test_what_is_not_supported_is_refused(root: Path, graph: Data):
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
         layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
         with pytest.raises(Exception, match="refresh_every=2.*message flow graph"):
+            pyg_sar.train.check_flow(layer, data, flow)
             layer(flow.x, flow.edge_index)
 
     workers(worker, WORLD)
