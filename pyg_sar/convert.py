@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -56,11 +55,8 @@ def _dist_class(
 
 def plain_class(kind: type) -> type:
     """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
-    base = kind.__bases__[-1]
-    if DistMessagePassing in kind.__bases__ and issubclass(base, MessagePassing):
-        made = (_dist_class(base, *how) for how in product((False, True), repeat=2))
-        if any(found is kind for found in made):
-            return base
+    while "replaced" in vars(kind):
+        kind = vars(kind)["replaced"]
     return kind
 
 

@@ -82,7 +82,7 @@ class NodeEmbedding(torch.nn.Embedding):
         else:
             super().reset_parameters()
 
-    def forward(self, input: Tensor | None = None) -> Tensor:  # noqa: A002 (as torch's)
+    def forward(self, input: Tensor | None = None) -> Tensor:
         """Returns the rows of these nodes, by ids in the whole graph; of all nodes by default."""
         return self.weight if input is None else super().forward(input)
 

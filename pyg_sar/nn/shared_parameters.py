@@ -91,7 +91,7 @@ class SharedParameters:
         """
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, NodeTensor):
-                comm.shared_parameters[parameter] = self, name
+                comm.shared_parameters[parameter] = weakref.ref(self), name
 
     def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
         """Returns what functions compute with in the place of a parameter outside of layers.

@@ -17,10 +17,15 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``x.data = values``: autograd sees no operator."""
     target, values = args
     both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
-    if not both or values.shape != target.shape or target.axis != values.axis or not target.rows.same(values.rows):
+    if (
+        not both
+        or values.shape != target.shape
+        or target.axis != values.axis
+        or not target.rows.same(values.rows)
+    ):
         raise DistributedIndexError(
-            f"'x.data = values' takes values of the same rows and shape ({list(target.shape)}), got "
-            f"{type(values).__name__} of {list(values.shape)}: write x.data.copy_(values)"
+            f"'x.data = values' takes values of the same rows and shape ({list(target.shape)}), "
+            f"got {type(values).__name__} of {list(values.shape)}: write x.data.copy_(values)"
         )
     with torch._C.DisableTorchFunctionSubclass():
         func(target, values)  # Its dtype, and device: model.double() sets these so.

@@ -129,7 +129,7 @@ def _bilinear(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @method(F.embedding, torch.embedding)
 def _embedding_of_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows of a table with a row per node: each worker gets those that it names from their owners."""
+    """Rows of a table with a row per node: each worker gets those that it names."""
     names = ("input", "weight") if func is F.embedding else ("weight", "input")
     given = dict(zip(names, args, strict=False)) | kwargs
     table, index = given["weight"], given["input"]
