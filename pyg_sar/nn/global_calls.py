@@ -43,7 +43,6 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
-from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -295,7 +294,7 @@ class _Call:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
                 f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "data of load_partition(root, view='local')"
+                "data.edge_index.to_local()"
             )
         return self.out(out, self._targets())
 
@@ -569,6 +568,21 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 @cache

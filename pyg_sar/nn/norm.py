@@ -30,7 +30,6 @@ from pyg_sar.reduction.moments import (
     reduces_over_rows,
     standardise,
 )
-from pyg_sar.space.graph_index import plain_batch
 from pyg_sar.wording import counted
 
 _of_rows: ContextVar[bool] = ContextVar("rows of this worker", default=False)
@@ -90,7 +89,6 @@ class DistGraphNorm(gnn.GraphNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphNorm.forward`."""
-        batch = plain_batch(batch)
         if not counts_all(self):
             return super().forward(x, batch, batch_size)
         found = graph_moments("GraphNorm", x, batch, batch_size)
@@ -109,7 +107,6 @@ class DistGraphSizeNorm(gnn.GraphSizeNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphSizeNorm.forward`."""
-        batch = plain_batch(batch)
         if not counts_all(self):
             return super().forward(x, batch, batch_size)
         count = graph_moments("GraphSizeNorm", x, batch, batch_size, order=0).count
@@ -125,7 +122,6 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.MeanSubtractionNorm.forward`."""
-        batch = plain_batch(batch)
         if not counts_all(self):
             return super().forward(x, batch, dim_size)
         found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
@@ -141,7 +137,6 @@ class DistPairNorm(gnn.PairNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.PairNorm.forward`."""
-        batch = plain_batch(batch)
         if not counts_all(self):
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.PairNorm, x, batch)
@@ -166,7 +161,6 @@ class DistLayerNorm(gnn.LayerNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.LayerNorm.forward`."""
-        batch = plain_batch(batch)
         if not counts_all(self) or self.mode != "graph":
             return super().forward(x, batch, batch_size)
         found = graph_moments("LayerNorm(mode='graph')", x, batch, batch_size)
@@ -197,10 +191,14 @@ class DistInstanceNorm(gnn.InstanceNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.InstanceNorm.forward`."""
-        batch = plain_batch(batch)
-        if not counts_all(self) or not reduces_over_rows(self):
+        reduces = reduces_over_rows(self)
+        if current().world_size == 1 or (reduces and not counts_all(self)):
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.InstanceNorm, x, batch)
+        if not reduces:  # as well where a message runs again, with or without rows
+            scale = scaled((self.running_var.double() + self.eps).rsqrt(), self.weight)
+            shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
+            return standardise(x, shift, scale, self.bias, None, dtype)
         found = graph_moments("InstanceNorm", x, batch, batch_size)
         if batch is None:
             check_several(found)

@@ -203,8 +203,6 @@ class DenseForward(Pass):
             weight = (score - now.unsqueeze(-1)).exp_()
             shrink = (most[:, here] - now).exp_()
             total[:, here] = total[:, here] * shrink + weight.sum(-1)
-            kept = _kept(call, block.unit, here, there, weight)
-            weight = weight if kept is None else weight * kept
             part = torch.einsum("hnm,mhd->hnd", weight, values[there].to(wide.dtype))
             self._out[:, here] = self._out[:, here] * shrink.unsqueeze(-1) + part
             most[:, here] = now
