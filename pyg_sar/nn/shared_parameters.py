@@ -182,7 +182,7 @@ class _Shared(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.given = comm, owner, named
         ctx.set_materialize_grads(False)
-        return tuple(v.view_as(v) for v in values)
+        return tuple(v.detach() for v in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
