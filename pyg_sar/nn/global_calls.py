@@ -158,8 +158,9 @@ class _Call:
             if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, the number of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
