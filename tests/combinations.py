@@ -28,7 +28,7 @@ SWITCH = "PYG_SAR_TESTS_ALL"  # Set by conftest.py with --all.
 
 PAIRS = {
     "test_attention_ops::test_nan_and_infinity_give_what_pyg_gives",
-    "test_shared_memory::test_threads",
+    "test_shared_memory::test_layers_are_exact",
 }
 
 EVERY = {

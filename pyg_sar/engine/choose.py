@@ -221,9 +221,9 @@ def _check_sums(
 def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
     if tensor.size(0) != edge_index.size(1):
         raise ValueError(
-            f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')}, where it needs "
-            f"one for each edge of its edge_index (rank {edge_index.plan.rank} holds "
-            f"{edge_index.size(1)} of these)"
+            f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')} for "
+            f"{counted(edge_index.size(1), 'edges')} at rank {edge_index.plan.rank}: pass "
+            "a tensor of the graph's edges, with a row for each of them"
         )
 
 

@@ -107,8 +107,9 @@ def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: in
     dims = value.dim()
     if not -dims <= axis < dims or value.size(axis) != nodes:
         raise ValueError(
-            f"Expected '{name}' to have a row for each of the graph's nodes on its axis {axis} (got "
-            f"shape {list(value.shape)} at rank {rank}, which holds {counted(nodes, 'nodes')})"
+            f"Expected '{name}' to hold the {counted(nodes, 'nodes')} of rank {rank} "
+            f"on its axis {axis} (got shape {list(value.shape)}): pass a tensor of the graph's "
+            "nodes, with a row for each of them"
         )
 
 

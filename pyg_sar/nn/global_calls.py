@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
@@ -90,7 +91,9 @@ class _Call:
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
-        self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        by_type = [v for v in (*args, *kwargs.values()) if isinstance(v, dict)]
+        types = [t.rows for d in by_type for t in d.values() if isinstance(t, NodeTensor)]
+        self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         if any(r.compared is not None and module not in r.compared for r in self.known):
             raise DistributedIndexError(
                 f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
@@ -210,6 +213,10 @@ class _Call:
             for name, parameter in module._parameters.items()
             if id(parameter) in swapped
         ]
+        relations = vars(layer).get("_edge_type")  # PyG's to_hetero_with_bases leaves it there.
+        if isinstance(relations, Tensor):
+            places.append((vars(layer), "_edge_type", relations))
+            swapped[id(relations)] = self.local(relations)
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
@@ -309,8 +316,7 @@ class _Call:
                 f"{self.comm.rank}), and gave one tensor"
             )
         backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
-        turned = backwards != (edges.index.dist_row == 1)
-        return edges.sources if turned and edges.index.bipartite else edges.targets
+        return edges.sources if backwards else edges.targets
 
     def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
         """Returns a result and the attention on each edge (``return_attention_weights``)."""
@@ -492,7 +498,10 @@ class GlobalPropagation(DistMessagePassing):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
         args, kwargs = without_matrix(self, args, kwargs)
-        return torch.nn.Module.__call__(self, *args, **kwargs)
+        edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
+        keeps = edges and self.policy.refresh_every > 1
+        with keeping_rows(self, edges) if keeps else nullcontext():
+            return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
