@@ -119,15 +119,20 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any) -> Any:
-        """Returns a tensor as what this worker's computation takes."""
+    def local(self, value: Any, gathered: bool = False) -> Any:
+        """Returns a tensor as what this worker's computation takes.
+
+        Args:
+            value: The tensor.
+            gathered: It is all rows of a tensor that has none of the edges or their nodes.
+        """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(value.full_tensor())
+                return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -152,11 +157,13 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], axis % value.dim())
-            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+            mine = gathered or value.dim() > 1
+            if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
