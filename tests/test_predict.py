@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import pickle
 import re
 import sys
 from dataclasses import asdict
@@ -17,7 +18,7 @@ import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
 from hosted_workers import host
-from oracle import TOLERANCE, Partitions, make_graph, threads
+from oracle import TOLERANCE, Partitions, make_graph, workers
 from small_graphs import CLASSES, FEATURES, small_graph
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
@@ -81,16 +82,16 @@ def test_outputs_are_those_of_one_process(world: int, partitions: Partitions, tm
     part = torch.arange(NODES) % max(world - 1, 1)  # The last worker has no nodes.
 
     def worker(root: Path) -> None:
-        mine, plain = pyg_sar.load_partition(root, view="local"), copy.deepcopy(model)
+        mine, plain = pyg_sar.load_partition(root), copy.deepcopy(model)
         before = [type(module) for module in plain.modules()], modes(plain)
         rows = pyg_sar.infer(plain, mine, out=path)
-        assert close(rows, expected[mine.n_id]) and not rows.requires_grad
+        assert close(rows.full_tensor(), expected) and not rows.requires_grad
         assert ([type(module) for module in plain.modules()], modes(plain)) == before
-        trained = pyg_sar.distribute(plain, view="local")
-        assert close(pyg_sar.infer(trained, mine), expected[mine.n_id])
+        trained = pyg_sar.distribute(plain)
+        assert close(pyg_sar.infer(trained, mine).full_tensor(), expected)
         assert modes(trained) == before[1]
 
-    threads(worker, world, partitions(data, world, part))
+    workers(worker, world, partitions(data, world, part))
     found = np.load(path)
     assert found.dtype == np.float64 and close(found, expected)
     assert os.listdir(tmp_path) == ["out.npy"]
@@ -121,10 +122,10 @@ def test_what_layers_remember_belongs_to_their_graph(partitions: Partitions):
     )
 
     def worker(root: Path) -> None:
-        mine, plain = pyg_sar.load_partition(root, view="local"), copy.deepcopy(model)
-        assert close(pyg_sar.infer(plain, mine), expected[1][mine.n_id])
+        mine, plain = pyg_sar.load_partition(root), copy.deepcopy(model)
+        assert close(pyg_sar.infer(plain, mine).full_tensor(), expected[1])
 
-    threads(worker, 2, partitions(second, 2))
+    workers(worker, 2, partitions(second, 2))
     assert model.convs[0]._cached_edge_index is kept and kept is not None
 
 
@@ -135,10 +136,11 @@ def test_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def launched(fn: Any, workers: int, *args: Any, **options: Any) -> None:
         calls.append((workers, options))
         assert {type(module) for module in args[0].modules()} & {GATConv, SAGEConv}
-        host(lambda: fn(*copy.deepcopy(args)), options["parts"])
+        sent = pickle.dumps(args)
+        host(lambda: fn(*pickle.loads(sent)), options["parts"])
 
     monkeypatch.setattr(inference, "launch", launched)
-    for model in (sage(), pyg_sar.distribute(GAT(6, 8, 2, 3, heads=2).double(), view="local")):
+    for model in (sage(), pyg_sar.distribute(GAT(6, 8, 2, 3, heads=2).double())):
         expected, before = whole(model, data), (modes(model), type(model.convs[0]))
         rows = pyg_sar.infer(model, data, memory="150MiB", out=tmp_path / "out.npy", workers=2)
         assert close(rows, expected) and close(np.load(tmp_path / "out.npy"), expected)
@@ -151,7 +153,7 @@ def test_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 class Centred(nn.Module):
-    """Reduces over all nodes in its own code, which a worker's own rows must not stand for."""
+    """Reduces over all nodes in its own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,14 +179,14 @@ def test_models_that_reduce_over_nodes_in_parts(monkeypatch: pytest.MonkeyPatch)
         pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
 
 
-def test_the_global_view(partitions: Partitions, tmp_path: Path):
-    """On a partition's workers, a plain model and a distributed one."""
+def test_models_that_reduce_over_nodes(partitions: Partitions, tmp_path: Path):
+    """On a partition's parts, a plain model and a distributed one."""
     data, model = make_graph(NODES), Centred()
     expected, root, path = whole(model, data), partitions(data, 3), tmp_path / "out.npy"
 
     def part() -> None:
-        mine: Any = pyg_sar.load_partition(root, view="global")
-        for taken in (model, pyg_sar.distribute(copy.deepcopy(model), view="global")):
+        mine: Any = pyg_sar.load_partition(root)
+        for taken in (model, pyg_sar.distribute(copy.deepcopy(model))):
             rows = pyg_sar.infer(taken, mine, out=path)
             assert np.abs(rows.numpy() - expected.numpy()).max() < TOLERANCE
         assert type(model.conv) is SAGEConv
@@ -245,11 +247,11 @@ def test_node_types(tmp_path: Path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
 
     def worker() -> None:
-        mine: Any = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        mine: Any = pyg_sar.load_partition(tmp_path / "parts")
         rows = pyg_sar.infer(model, mine, out=tmp_path / "out.npy", node_type="paper")
-        assert close(rows, expected[mine["paper"].n_id])
+        assert close(rows.full_tensor(), expected)
 
-    threads(worker, 3)
+    workers(worker, 3)
     assert close(np.load(tmp_path / "out.npy"), expected)
     assert close(pyg_sar.infer(model, data, node_type="paper"), expected)
     with pytest.raises(ValueError, match="'node_type' to be one of"):
@@ -300,9 +302,9 @@ def test_arguments_that_do_not_fit(partitions: Partitions):
         with pytest.raises(ValueError, match=r"at rank \d of 2 is not a part"):
             pyg_sar.infer(model, data)
         with pytest.raises(ValueError, match=r"memory='1GiB' is of the workers.*rank \d"):
-            pyg_sar.infer(model, pyg_sar.load_partition(root, view="local"), memory="1GiB")
+            pyg_sar.infer(model, pyg_sar.load_partition(root), memory="1GiB")
 
-    threads(worker, 2, partitions(data, 2))
+    workers(worker, 2, partitions(data, 2))
 
 
 # The file #####################################################################
@@ -315,66 +317,58 @@ def permuted(world: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("window", [2**24, 100])
-def test_each_worker_writes_its_rows(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows_file, "_WINDOW", window)
+def test_each_worker_writes_its_rows(window: int, tmp_path: Path):
     rows, path = torch.randn(NODES, 5), tmp_path / "rows.npy"
 
-    def worker() -> int:
+    def worker(rows: Tensor) -> int:
         comm = pyg_sar.comm.current()
         places = permuted(3)[comm.rank]
-        with pyg_sar.Ledger(comm) as ledger:
+        with pytest.MonkeyPatch.context() as patch, pyg_sar.Ledger(comm) as ledger:
+            patch.setattr(rows_file, "_WINDOW", window)
             write_rows(rows[places], places, path)
         return ledger.sent
 
-    sent = threads(worker, 3)
+    sent = workers(worker, 3, rows)
     assert np.array_equal(np.load(path), rows.numpy())
     wide = torch.randn(NODES, 5000)
 
-    def again() -> int:
-        comm = pyg_sar.comm.current()
-        places = permuted(3)[comm.rank]
-        with pyg_sar.Ledger(comm) as ledger:
-            write_rows(wide[places], places, path)
-        return ledger.sent
-
     # A byte per row and some words travel, whatever a row holds.
-    assert max(threads(again, 3)) <= max(sent) + 32 and max(sent) < 5000
+    assert max(workers(worker, 3, wide)) <= max(sent) + 32 and max(sent) < 5000
     assert np.array_equal(np.load(path), wide.numpy()) and os.listdir(tmp_path) == ["rows.npy"]
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path):
     path = tmp_path / "rows.npy"
     rows, write = torch.randn(NODES, 2), rows_file._write_own
 
-    def worker() -> str:
+    def worker(module: Any, name: str, change: Any) -> str:
         places = permuted(2)[pyg_sar.comm.current().rank]
-        try:
-            write_rows(rows[places], places, path)
-        except OSError as error:
-            return f"{error.errno} {error}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, change)
+            try:
+                write_rows(rows[places], places, path)
+            except OSError as error:
+                return f"{error.errno} {error}"
         return ""
 
     def watched(hidden: Path, *args: Any) -> None:
         assert not path.exists() and hidden.parent.parent == tmp_path
         write(hidden, *args)
 
-    monkeypatch.setattr(rows_file, "_write_own", watched)
-    assert threads(worker, 2) == ["", ""]
+    assert workers(worker, 2, rows_file, "_write_own", watched) == ["", ""]
     before = path.read_bytes()
 
     def full(*args: Any) -> None:
         if pyg_sar.comm.current().rank == 1:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(rows_file, "_write_own", full)
-    for error in threads(worker, 2):
+    for error in workers(worker, 2, rows_file, "_write_own", full):
         assert error.startswith(f"{errno.EIO} ") and "rank 1" in error and "rows.npy" in error
 
     def no_space(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    for error in threads(worker, 2):
+    for error in workers(worker, 2, os, "posix_fallocate", no_space):
         assert (
             error.startswith(f"{errno.ENOSPC} ")
             and "free some space" in error
@@ -399,7 +393,7 @@ def test_rows_that_are_not_all_nodes(tmp_path: Path):
             with pytest.raises(ValueError, match=message):
                 write_rows(values, ids, tmp_path / "rows.npy")
 
-    threads(worker, 2)
+    workers(worker, 2)
     assert os.listdir(tmp_path) == []
 
 

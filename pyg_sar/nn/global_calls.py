@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
@@ -490,7 +491,10 @@ class GlobalPropagation(DistMessagePassing):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
         args, kwargs = without_matrix(self, args, kwargs)
-        return torch.nn.Module.__call__(self, *args, **kwargs)
+        edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
+        keeps = edges and self.policy.refresh_every > 1
+        with keeping_rows(self, edges) if keeps else nullcontext():
+            return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):

@@ -117,11 +117,12 @@ def _joined(kind: type, base: type, dist: type) -> type:
 
 
 def names_of(kind: type) -> dict[str, Any]:
-    """Returns what a class that takes the place of another one has by its body: its names.
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
 
     So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
     """
-    return {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
 
 
 @cache

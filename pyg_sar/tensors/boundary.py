@@ -8,7 +8,7 @@ through :class:`Shared`, whose backward pass sums over the workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,11 +62,11 @@ def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tens
     found, rest = list(values), []
     for k, value in enumerate(values):
         if value.requires_grad:
-            owner = comm.shared_parameters.get(value)
-            if owner is None:
+            owner, name = comm.shared_parameters.get(value, (lambda: None, ""))
+            if (model := owner()) is None:
                 rest.append(k)
             else:
-                found[k] = owner[0].take(owner[1], value, comm)
+                found[k] = model.take(name, value, comm)
     taken = Shared.apply(comm, *(values[k] for k in rest)) if rest else ()
     for k, value in zip(rest, taken, strict=True):
         found[k] = value
@@ -156,7 +156,7 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
 
 def _nodes_of(data: Any) -> Rows | None:
     """Returns the layout of a graph's nodes, or of those of a type."""
-    held = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
+    held: Iterable[Any] = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
     values = [v for v in held if isinstance(v, NodeTensor)]
     edges = next((v.edges for v in values if v.edges is not None), None)
     if edges is not None:

@@ -306,7 +306,8 @@ def _to_send(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if (kind := plain_class(type(module))) is not type(module):
             module.__class__ = kind
-            vars(module).pop("own_graphs", None)
+            for name in ("own_graphs", "shared_parameters", "model_draws"):
+                vars(module).pop(name, None)
     return model
 
 

@@ -184,7 +184,7 @@ def predict_worker(config: PredictConfig) -> list[int]:
     model = _loaded(config.checkpoint, found, model, config.weights).to(comm.device)
     try:
         if Path(config.out).suffix in TABLES:
-            rows = infer(model, data, forward=forward)
+            rows: Any = infer(model, data, forward=forward)
             names = data.get("node_name")
             own = rows.to_local(), rows.rows.ids, None if names is None else names.to_local()
             write_table(*own, config.out)

@@ -102,13 +102,6 @@ def check_same_graph(
             f"{counted(saved.world_size, 'parts')}, or pass allow_changes=True "
             "(--allow-changes)"
         )
-    local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
-    if moved and local:
-        raise CheckpointError(
-            f"{name!r} is of another partition of the graph, and holds the rows of "
-            f"'{local[0]}' without the global ids of its nodes: go on with the same partition, or "
-            "set 'n_id' of its module to data.n_id before saving"
-        )
 
 
 def _shares(counts: Sequence[Sequence[int]]) -> str:
@@ -198,7 +191,7 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
         member = member + (mask.long() << k)
     values, rows = targets.values, len(targets.values)
     ids = torch.arange(rows, device=values.device)
-    if isinstance(values, NodeTensor):
+    if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
         ids, values, member = values.rows.ids, values.to_local(), member.to_local()
     node = _mixed(_mixed(_mixed(ids) + _bits(values)) + member)
     owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
