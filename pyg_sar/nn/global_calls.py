@@ -300,8 +300,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "data of load_partition(root, view='local')"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
+                "tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -328,7 +328,7 @@ class _Call:
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
-                f"(rank {self.comm.rank}): call it on data of load_partition(root, view='local')"
+                f"(rank {self.comm.rank}): add or remove loops before write_partitions()"
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
@@ -442,7 +442,7 @@ def _refuse_local(module: Any, *given: Any) -> None:
     if comm.world_size > 1:
         raise DistributedIndexError(
             f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
-            "data of load_partition(root), or convert the model by distribute(model, view='local')"
+            "data.edge_index of load_partition(root), not its to_local()"
         )
 
 
