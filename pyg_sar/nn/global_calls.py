@@ -40,7 +40,7 @@ from pyg_sar.nn.global_inputs import (
 )
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
@@ -241,17 +241,14 @@ class _Call:
             kwargs: The same by name.
         """
         policy = getattr(self.module, "policy", None)
-        rows: DrawsOfForward | None = getattr(self.module, "model_draws", None)
+        rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
         silent = policy is not None and (not self.module.training or draws_nothing(self.module))
         if policy is None or (policy.random is not None and silent):
             yield
             return
         if policy.random is not None and rows is not None:
-            rows.enter(self.module, args, kwargs, check=False)
-            try:
+            with rows.around(self.module, args, kwargs):
                 yield
-            finally:
-                rows.leave(self.module, args, None)
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -300,8 +297,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
-                "tensor with a row per node, or a dict of them by node type"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return "
+                "a tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 

@@ -1,6 +1,6 @@
 """Random numbers that don't depend on the number of workers: outside of messages, and in them.
 
-[Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches the model's
+[Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches a layer's
 forward pass. A random tensor with as many rows as this worker has nodes, on every worker, is this
 worker's rows of one for all nodes; with as many as an ``edge_index`` has edges, of one for all
 edges. One of another shape that is the same on all workers is drawn alike by all. The workers ask
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.engine.analysis import Choice, choices_of, title_of
@@ -33,7 +32,6 @@ from pyg_sar.message.edge_draws import (
     Drawing,
     EdgeDraws,
     Strength,
-    check_alike,
     generator_mark,
     in_other_order,
     out_of_order,
@@ -58,12 +56,12 @@ _REFUSED = {
 
 
 class ModelDraws(Drawing):
-    """Draws the random numbers of one forward pass. See [Note: rows of nodes].
+    """Draws the random numbers of one call of a layer. See [Note: rows of nodes].
 
     Args:
         comm: The workers.
         strength: ``'same'`` or ``'keyed'``.
-        title: The model, for messages.
+        title: The layer, for messages.
         given: The arguments of ``forward``, among which are its edges.
     """
 
@@ -73,11 +71,6 @@ class ModelDraws(Drawing):
         self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
         self._total: int | None = None
         self._away = 0
-
-    def check_start(self) -> None:
-        """Raises unless the generators are in the same state. All workers call this together."""
-        mark = generator_mark(self._comm.device)
-        check_alike(self._comm, mark, self._title, self._draws.strength)
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -253,11 +246,11 @@ _OF_SHAPE: dict[Any, Callable[..., tuple[Fill, Any]]] = {
 }
 
 
-# Around a model's forward pass ################################################
+# Around a layer's call ########################################################
 
 
-class DrawsOfForward:
-    """Hooks that open :class:`ModelDraws` around a model's forward pass, and close it.
+class DrawsOfLayers:
+    """Opens :class:`ModelDraws` around a layer's call, and closes it.
 
     Args:
         comm: The workers.
@@ -268,50 +261,30 @@ class DrawsOfForward:
         refuse_shared_generator(comm, strength)
         self.comm, self.strength = comm, strength
         self.open: list[ModelDraws] = []
-        self.handles: list[RemovableHandle] = []
 
-    def install(self, model: torch.nn.Module) -> None:
-        """Puts the hooks on a model."""
-        self.handles = [
-            model.register_forward_pre_hook(self.enter, with_kwargs=True),
-            model.register_forward_hook(self.leave, always_call=True),
-        ]
-
-    @staticmethod
-    def remove(model: torch.nn.Module) -> None:
-        """Takes the hooks of an earlier ``distribute`` from a model."""
-        for hook in list(model._forward_pre_hooks.values()):
-            owner = getattr(hook, "__self__", None)
-            for handle in owner.handles if isinstance(owner, DrawsOfForward) else ():
-                handle.remove()
-
-    def enter(self, model: torch.nn.Module, args: Any, kwargs: Any, check: bool = True) -> None:
-        """Opens what draws, on all workers together.
+    @contextmanager
+    def around(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Draws meanwhile what the layer draws outside of its messages.
 
         Args:
-            model: The model.
-            args: What it is called with.
+            layer: The layer.
+            args: What it is called with on this worker.
             kwargs: The same by name.
-            check: Ask the others at once whether the generators are alike, not only when something
-                is drawn.
         """
-        draws = ModelDraws(self.comm, self.strength, type(model).__name__, (args, kwargs))
-        if check:
-            draws.check_start()
+        draws = ModelDraws(self.comm, self.strength, type(layer).__name__, (args, kwargs))
         self.open.append(draws)
-        draws.__enter__()
+        try:
+            with draws:
+                yield
+        finally:
+            self.open.pop()
 
-    def leave(self, model: torch.nn.Module, args: Any, result: Any) -> None:
-        """Closes it again."""
-        if self.open:
-            self.open.pop().__exit__(None, None, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsOfForward:
-        return DrawsOfForward(self.comm, self.strength)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsOfLayers:
+        return DrawsOfLayers(self.comm, self.strength)
 
 
 @contextmanager
-def away(draws: DrawsOfForward | None) -> Iterator[None]:
+def away(draws: DrawsOfLayers | None) -> Iterator[None]:
     """Lets layers see to their own draws meanwhile."""
     if draws is None or not draws.open:
         yield
