@@ -871,7 +871,7 @@ MISTAKES: dict[Callable[[Data], None], str] = {
     change: "came out differently",
     fewer_nodes: r"Expected 'x' to hold the .*got shape \[39, 6\].: pass a tensor of the graph",
     own_nodes: r"got a plain tensor of shape \[\d+, 6\], the number of this worker's rows alone",
-    own_number_of_edges: r"got a plain tensor of shape \[\d+\], the number of this worker's rows alone",
+    own_number_of_edges: r"shape \[\d+\], the number of this worker's rows alone",
     fewer_edges: "edge-level tensor of 210 rows for .*: pass a tensor of the graph's edges",
 }
 
