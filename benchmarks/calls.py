@@ -51,12 +51,12 @@ def entered(run: Any) -> Counter[tuple[str, int, str]]:
     return found
 
 
-def steady_calls(root: str, name: str, timed: int, view: str = "local") -> dict[str, Any]:
+def steady_calls(root: str, name: str, timed: int) -> dict[str, Any]:
     """Calls of the forward and backward pass of a layer, and its times, at this worker."""
     torch.set_num_threads(1)
-    data = pyg_sar.load_partition(root, view=view)
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(torch.nn.ModuleList([LAYERS[name]()]), view=view)[0]
+    layer = pyg_sar.distribute(torch.nn.ModuleList([LAYERS[name]()]))[0]
     x = data.x[:, :16].clone().requires_grad_()
     out = layer(x, data.edge_index)
     gradient = torch.ones_like(out)

@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn import attention, registry
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
-from pyg_sar.nn.embedding import claim_rows
+from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
@@ -28,7 +28,6 @@ from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
     first_difference,
-    owned_parameters,
     refuse_wrapped,
     shared_parameters,
 )
@@ -77,9 +76,9 @@ def distribute(
     statistics over all workers; readouts, attention over all nodes and models that reduce over
     nodes do so over all workers' nodes (docs/global.md lists them). Parameters, buffers,
     ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
-    all workers, but for those with a row per node, of which each worker owns its rows
-    (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of ``LightGCN`` and the adjacency's weight of
-    ``LINKX``, built by :func:`pyg_sar.nn.own_rows`).
+    all workers. Embeddings with a row per node of the graph that was loaded, and the adjacency's
+    weight of ``LINKX``, become tensors of the whole graph of which each worker owns its rows
+    (:class:`~pyg_sar.nn.NodeEmbedding`).
 
     .. code-block:: python
 
@@ -121,8 +120,6 @@ def distribute(
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     policies = _policies(model, policy, layer_policies)
     whole = view == "global"
-    if not whole:
-        claim_rows(model)
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing, whole)
     _put_on_device(model, comm)
@@ -132,6 +129,10 @@ def distribute(
     if policy.random is not None and not whole:
         refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
+    if comm.world_size > 1:
+        _copy_from_first(model, comm)
+    if comm.world_size > 1 and whole:
+        own_rows(model, comm)
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
@@ -165,10 +166,8 @@ def distribute(
     if draws is not None and not whole:
         draws.install(model)
     if comm.world_size > 1 and whole:
-        _copy_from_first(model, comm)
         shared.known_to(comm, model)
     elif comm.world_size > 1:
-        _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
         _check_own(model, comm)
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
@@ -316,11 +315,7 @@ def _check_alike(
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
-    owned = {name for name, _, _ in owned_parameters(model)}
-    rows += [
-        f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
-        for name, p in model.named_parameters()
-    ]
+    rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"replicated: {sorted(replicated)}"]

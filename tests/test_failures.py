@@ -478,40 +478,6 @@ def test_killed_rank_under_torchrun(light, tmp_path):
     assert all(told[r].startswith("LostWorkerError: Rank 1 was lost") for r in told), told
 
 
-# On threads ##################################################################
-
-
-def test_hung_thread():
-    given_up = threading.Event()
-
-    def work():
-        comm = current()
-        if comm.rank == 1:
-            given_up.wait(PATIENCE)
-            return
-        try:
-            comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait()
-        finally:
-            given_up.set()
-
-    message = "Rank 0 failed: CommTimeoutError: .*waiting for rank 1 to send"
-    with pytest.raises(WorkerError, match=message):
-        launch(work, 2, backend="threads", timeout=0.5)
-
-
-def test_thread_that_leaves_early():
-    def work(collective):
-        comm = current()
-        if comm.rank == 0 and collective:
-            comm.barrier()
-        elif comm.rank == 0:
-            comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait()
-
-    for collective in (True, False):
-        with pytest.raises(LostWorkerError, match="Rank 1 was lost: its program had already ended"):
-            launch(work, 2, collective, backend="threads", timeout=60)
-
-
 # The roll call and the watch by themselves ###################################
 
 HERE = this_process()

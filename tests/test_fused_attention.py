@@ -19,7 +19,7 @@ from oracle import (
     make_graph,
     set_policy,
     single_process,
-    threads,
+    workers,
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
@@ -169,10 +169,10 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _fused_counts(root: object) -> list[int]:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     counts = []
     for name, (make, edge) in LAYERS.items():
-        layer = pyg_sar.distribute(make().double(), view="local")
+        layer = pyg_sar.distribute(make().double())
         arguments = {key: data[key] for key in (*edge, *TYPED.get(name.split(",")[0], ()))}
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(data.x, data.edge_index, **arguments)
@@ -186,7 +186,7 @@ def _fused_counts(root: object) -> list[int]:
 
 def test_these_layers_take_the_kernels_way(tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
-    for counts in threads(_fused_counts, 2, tmp_path / "parts"):
+    for counts in workers(_fused_counts, 2, tmp_path / "parts"):
         assert counts == [(name, 3 if name == "gat stack" else 1) for name in LAYERS]
 
 
@@ -201,7 +201,7 @@ def test_others_do_not(kind: str) -> None:
     plain = (Watched if kind == "own message" else gnn.GATConv)(CHANNELS, OUT).double()
     if kind == "mean":
         plain = gnn.GATConv(CHANNELS, OUT, aggr="mean").double()
-    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(plain))
     if kind == "hook":
         for layer in (plain, model):
             layer.register_message_forward_hook(lambda module, inputs, out: out * 3)
@@ -230,9 +230,9 @@ OWN: dict[str, Make] = {
 
 
 def _fused_of_own(root: object) -> dict[str, int]:
-    data, counts = pyg_sar.load_partition(root, view="local"), {}
+    data, counts = pyg_sar.load_partition(root), {}
     for name, make in OWN.items():
-        counts[name] = fused_passes(pyg_sar.distribute(make().double(), view="local"), data)
+        counts[name] = fused_passes(pyg_sar.distribute(make().double()), data)
     return counts
 
 
@@ -243,7 +243,7 @@ def test_neither_do_layers_whose_scores_are_their_own(tmp_path) -> None:
         constants = ("edge_type",) if name == "forward" else ()
         sweep.add(name, Job(make().double(), root, (), POLICIES[:1], constants), data)
     sweep.check()
-    for counts in threads(_fused_of_own, 2, root):
+    for counts in workers(_fused_of_own, 2, root):
         assert counts == dict.fromkeys(OWN, 0)
 
 
@@ -268,7 +268,7 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     data = make_graph(20, 80)
     layer = (Typed if name == "rgat" else LAYERS[name][0])().double()
     set_dropout(layer, 0.5)
-    model = pyg_sar.distribute(layer, view="local")
+    model = pyg_sar.distribute(layer)
     assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
     set_dropout(model, 0.0)
     without = _dropped(model, data, data.x)
@@ -281,7 +281,7 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     data = make_graph(20, 80)
-    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double(), view="local")
+    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double())
     drawn = torch.stack([layer(data.x, data.edge_index).detach() for _ in range(600)])
     expected = layer.eval()(data.x, data.edge_index)
     spread = drawn.std(0) / 600**0.5
@@ -290,25 +290,23 @@ def test_dropout_keeps_the_mean() -> None:
 
 
 def _masks(root: object, policies: tuple[SARPolicy, ...]) -> list[tuple[Tensor, Tensor]]:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(
-        gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double(), view="local"
-    )
+    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double())
     found = []
     for policy in policies:
         set_policy(layer, policy)
         x = data.x.clone().requires_grad_()
         torch.manual_seed(3)
         out = layer(x, data.edge_index)
-        pyg_sar.mean(out.square().sum(-1)).backward()
-        found.append((out.detach(), x.grad))
+        out.square().sum(-1).mean().backward()
+        found.append((out.detach().full_tensor(), x.grad.full_tensor()))
     return found
 
 
 def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
-    results = pyg_sar.launch(_masks, 2, tmp_path / "parts", POLICIES[:3], timeout=60.0)
+    results = workers(_masks, 2, tmp_path / "parts", POLICIES[:3])
     for (first, gradient), *others in results:
         for out, other in others:
             assert torch.equal(out, first)
@@ -319,13 +317,13 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 
 
 def _traffic(root: object, make: Make) -> dict[str, int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"), view="local")
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"))
     assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x.requires_grad_(), data.edge_index).sum().backward()
-    plan = data.edge_index.plan
+    plan = data.edge_index.to_local().plan
     kinds = ("fetch", "refetch", "gradient")
     found = {kind: ledger.received_bytes(kind=kind) for kind in kinds}
     sent = sum(plan.send_rows(q).numel() for q in range(plan.world_size))
@@ -353,7 +351,7 @@ def _traffic(root: object, make: Make) -> dict[str, int]:
 def test_bytes_and_resident_rows(name: str, width: int, tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(60, 300), 3, tmp_path / "parts", "random")
     make = Typed if name == "rgat" else LAYERS[name][0]
-    for found in threads(_traffic, 3, tmp_path / "parts", make):
+    for found in workers(_traffic, 3, tmp_path / "parts", make):
         assert found["fetch"] == found["refetch"] == found["halo"] * width * 8
         assert found["gradient"] == found["sent"] * width * 8
         assert found["resident"] == found["largest"]
@@ -375,7 +373,7 @@ class Saved:
 def test_nothing_per_edge_is_kept(name: str) -> None:
     nodes, edges, saved = 50, 20_000, Saved()
     data = make_graph(nodes, edges)
-    model = pyg_sar.distribute(LAYERS[name][0]().double(), view="local")
+    model = pyg_sar.distribute(LAYERS[name][0]().double())
     model(data.x, data.edge_index)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         out = model(data.x.requires_grad_(), data.edge_index)
@@ -392,7 +390,7 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
     with torch.no_grad():
         plain.att_src *= 1e4
         plain.att_dst *= 1e4
-    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(plain))
     expected = plain(data.x, data.edge_index)
     found = model(data.x, data.edge_index)
     assert found.isfinite().all()
@@ -407,7 +405,7 @@ def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
     data = make_graph()
     data.x[3, 1] = bad
     plain = LAYERS[name][0]().double()
-    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(plain))
     expected = plain(data.x, data.edge_index)
     assert torch.equal(model(data.x, data.edge_index).isfinite(), expected.isfinite())
 
@@ -425,7 +423,7 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
     worst = {}
     for who, layer in (
         ("pyg", plain),
-        ("here", pyg_sar.distribute(copy.deepcopy(plain), view="local")),
+        ("here", pyg_sar.distribute(copy.deepcopy(plain))),
     ):
         x = data.x.to(dtype).requires_grad_()
         out = layer(x, data.edge_index)
@@ -437,13 +435,11 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
 
 
 def _half(layer: torch.nn.Module, root: object) -> tuple[int, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(layer))
     with torch.no_grad(), pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = model(data.x, data.edge_index, edge_type=data.edge_type)
-    whole = out.new_empty(out.shape)
-    whole[data.n_id] = out
-    return ledger.events("fused attention"), whole
+    return ledger.events("fused attention"), out.full_tensor()
 
 
 def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
@@ -459,7 +455,7 @@ def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
     half = copy.deepcopy(exact).bfloat16()
     with torch.no_grad():
         plain = half(data.x, data.edge_index, data.edge_type)
-    ((fused, out),) = threads(_half, 1, half, Partitions(tmp_path)(data, 1))
+    ((fused, out),) = workers(_half, 1, half, Partitions(tmp_path)(data, 1))
     assert fused == 1
     errors = [float((x.double() - truth).norm()) for x in (out, plain)]
     assert errors[0] <= 2 * errors[1]
@@ -467,7 +463,7 @@ def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
 
 def test_an_edge_of_no_relation_is_an_error() -> None:
     data = make_graph()
-    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double(), view="local")
+    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())
     for bad in (3, -1):
         kinds = data.edge_type.clone()
         kinds[7] = bad
@@ -478,7 +474,7 @@ def test_an_edge_of_no_relation_is_an_error() -> None:
 def test_no_edges_at_all() -> None:
     data = make_graph()
     plain = gnn.GATConv(CHANNELS, OUT, add_self_loops=False).double()
-    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(plain))
     out = model(data.x, data.edge_index[:, :0])
     assert torch.equal(out, plain(data.x, data.edge_index[:, :0]))
     F.mse_loss(out, torch.ones_like(out)).backward()

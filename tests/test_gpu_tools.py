@@ -25,11 +25,10 @@ from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric import transforms as T
 from torch_geometric.data import Data
-from torch_geometric.utils import softmax
+from torch_geometric.utils import negative_sampling, softmax
 
 import pyg_sar
 from pyg_sar.comm import finalize
-from pyg_sar.space import dist_batch
 from pyg_sar.tools import cli
 from pyg_sar.tools.rates import Rates
 from pyg_sar.train import NeighborSampling, TrainConfig, with_labels
@@ -69,7 +68,7 @@ def forward(model: Any, data: Any) -> Any:
 
 
 def trained(root: Path, option: str) -> list[float]:
-    data: Any = pyg_sar.load_partition(root, view="local")
+    data: Any = pyg_sar.load_partition(root)
     options = dict(TRAINING[option])
     if "flow" in options:
         options["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
@@ -77,9 +76,7 @@ def trained(root: Path, option: str) -> list[float]:
     if "labels" in options:
         options["forward"], width = forward, CHANNELS + CLASSES
     torch.manual_seed(1)
-    model = pyg_sar.distribute(
-        gnn.GraphSAGE(width, 8, 2, CLASSES, jk="last").double(), view="local"
-    )
+    model = pyg_sar.distribute(gnn.GraphSAGE(width, 8, 2, CLASSES, jk="last").double())
     config = TrainConfig(epochs=3, eval_every=2, seed=3)
     result = pyg_sar.Trainer(model, data, config, **options).fit()
     return [*result.losses, *(float(v) for _, v in sorted(result.final.items()))]
@@ -185,33 +182,30 @@ class Pooled(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.own(x, edge_index)
         batch = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
-        batch = dist_batch(batch)
         pools = [gnn.global_add_pool, gnn.global_mean_pool, gnn.global_max_pool]
         return torch.cat([x, *(p(x, batch, 1).expand_as(x) for p in pools)], -1)
 
 
 def outputs(root: Path, model: Any) -> tuple[Tensor, list[Tensor]]:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     data = T.Compose([T.AddSelfLoops(), T.LocalDegreeProfile(), T.GCNNorm()])(data)
-    model = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(model))
     out = model(data.x[:, :CHANNELS], data.edge_index)
     more = torch.cat([out, data.x[:, CHANNELS:]], -1)
-    pyg_sar.mean(out.square().sum(-1)).backward()
-    gathered: Any = pyg_sar.gather_nodes(more.detach(), data)
-    gradients = [p.grad.cpu() for p in model.parameters()]
-    return (torch.empty(0) if gathered is None else gathered.cpu()), gradients
+    out.square().sum(-1).mean().backward()
+    return more.detach().full_tensor().cpu(), [p.grad.cpu() for p in model.parameters()]
 
 
 def links(root: Path, model: Any) -> tuple[float, list[Tensor]]:
-    data: Any = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    data: Any = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(model))
     z = model(data.x, data.edge_index)
     torch.manual_seed(3)
     random.seed(3)
-    pairs = pyg_sar.negative_sampling(data.edge_index, num_neg_samples=50)
+    pairs = negative_sampling(data.edge_index, data.num_nodes, num_neg_samples=50)
     score = (z[pairs[0]] * z[pairs[1]]).sum(-1)
     known = (z[data.edge_index[0]] * z[data.edge_index[1]]).sum(-1)
-    loss = pyg_sar.mean(score.sigmoid()) - pyg_sar.mean(known.sigmoid())
+    loss = score.sigmoid().mean() - known.sigmoid().mean()
     loss.backward()
     return float(loss.detach()), [p.grad.cpu() for p in model.parameters()]
 

@@ -96,18 +96,13 @@ def test_a_device_that_is_not_the_workers_is_an_error(tmp_path: Path):
     root = Partitions(tmp_path)(make_graph(), 1, "random")
     none, missing = f"cuda:{GPUS}", "at rank 0, but this host has"
     assert missing in told(lambda: pyg_sar.init(device=none))
-    assert missing in told(lambda: pyg_sar.load_partition(root, device=none, view="local"))
-    assert (
-        told(lambda: pyg_sar.load_partition(root, device="cuda:0", view="local").x.device)
-        == "cuda:0"
-    )
+    assert missing in told(lambda: pyg_sar.load_partition(root, device=none))
+    assert told(lambda: pyg_sar.load_partition(root, device="cuda:0").x.device) == "cuda:0"
     assert told(lambda: pyg_sar.init(device="cuda").device) == "cuda:0"
     assert told(lambda: pyg_sar.init(device="cuda:0").device) == "cuda:0"
     assert "already computes on cuda:0" in told(lambda: pyg_sar.init(device="cpu"))
-    assert (
-        told(lambda: pyg_sar.load_partition(root, device="cuda", view="local").x.device) == "cuda:0"
-    )
-    text = told(lambda: pyg_sar.load_partition(root, device="cpu", view="local"))
+    assert told(lambda: pyg_sar.load_partition(root, device="cuda").x.device) == "cuda:0"
+    text = told(lambda: pyg_sar.load_partition(root, device="cpu"))
     assert "device='cpu') at rank 0, whose device is cuda:0: leave 'device' out" in text
     assert "this worker computes on cuda:0" in told(
         lambda: pyg_sar.run(print, parts=1, memory="1GiB")
@@ -118,14 +113,12 @@ def test_a_device_that_is_not_the_workers_is_an_error(tmp_path: Path):
 def test_errors_name_arguments_that_are_elsewhere(tmp_path: Path):
     """And those of dtypes that nothing adds up."""
     pyg_sar.init(device="cuda")
-    data: Any = pyg_sar.load_partition(
-        Partitions(tmp_path)(make_graph(), 1, "random"), view="local"
-    )
-    model = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), view="local")
+    data: Any = pyg_sar.load_partition(Partitions(tmp_path)(make_graph(), 1, "random"))
+    model = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
     with pytest.raises(RuntimeError) as seen:
         model(data.x, data.edge_index, torch.rand(data.num_edges).double())
     assert "'edge_weight' is on cpu, and the edges on cuda:0: move it" in seen.value.__notes__
-    layer = pyg_sar.distribute(gnn.SimpleConv(), view="local")
+    layer = pyg_sar.distribute(gnn.SimpleConv())
     with pytest.raises(NotImplementedError) as refused:
         layer(data.x.to(torch.float8_e4m3fn), data.edge_index)
     assert any("'x' is torch.float8_e4m3fn" in note for note in refused.value.__notes__)

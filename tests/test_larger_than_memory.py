@@ -97,8 +97,8 @@ def make_model(name: str) -> torch.nn.Module:
     return MODELS[name]().double()
 
 
-def gradients(model: torch.nn.Module, data: Data, mean: Any) -> Tensor:
-    mean(F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")).backward()
+def gradients(model: torch.nn.Module, data: Data) -> Tensor:
+    F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -131,7 +131,7 @@ def plain_steps(names: list[str]) -> dict[str, tuple[Tensor, int]]:
     for name in names:
         gc.collect()
         start = reset_peak_memory(torch.device("cpu"))
-        gradient = gradients(make_model(name), data, torch.mean)
+        gradient = gradients(make_model(name), data)
         found[name] = gradient, peak_memory(torch.device("cpu")) - start
     return found
 
@@ -143,10 +143,8 @@ def counters() -> Mapping[str, int]:
 
 def part_step(root: str, name: str) -> tuple[Tensor, Mapping[str, int]]:
     """A part's gradients, and bytes moved so far."""
-    data = pyg_sar.load_partition(root, view="local")
-    return gradients(
-        pyg_sar.distribute(make_model(name), view="local"), data, pyg_sar.mean
-    ), counters()
+    data = pyg_sar.load_partition(root)
+    return gradients(pyg_sar.distribute(make_model(name)), data), counters()
 
 
 def hosted_steps(
@@ -166,14 +164,13 @@ def hosted_steps(
 
 def train(root: str, epochs: int) -> tuple[list[float], Tensor, int]:
     """Losses, parameters and bytes read of some epochs."""
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(make_model("dropout"), view="local")
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(make_model("dropout"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for _ in range(epochs):
         optimizer.zero_grad()
-        values = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-        loss = pyg_sar.mean(values)
+        loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -250,9 +247,9 @@ def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tenso
     store, outer = host.store, host.outer
     if cache is not None:
         store.fix(100 * MB, cache)
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double(), view="local")
+    model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double())
     x = data.x.clone().requires_grad_()
     model(x, data.edge_index)
     if not hasattr(store, "rooms"):
@@ -262,9 +259,10 @@ def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tenso
         outer.exchange_all = lambda *a, **how: (next(outer.number), exchange(*a, **how))[1]
     out = model(x, data.edge_index)
     (out * torch.arange(1, FEATURES + 1)).sum().backward()
-    found = x.grad, *(parameter.grad for parameter in model.parameters())
-    gradients = torch.cat([out.detach().view(-1), *(one.view(-1) for one in found)])
-    return [size for size in store.rooms if size], next(copy.copy(outer.number)), gradients
+    rooms, exchanges = [size for size in store.rooms if size], next(copy.copy(outer.number))
+    rows = [out.detach().to_local(), x.grad.to_local()]
+    gradients = [*rows, *(parameter.grad for parameter in model.parameters())]
+    return rooms, exchanges, torch.cat([one.view(-1) for one in gradients])
 
 
 def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
@@ -328,10 +326,10 @@ class Again(torch.nn.Module):
 
 def updates(root: str, again: bool) -> tuple[Tensor, Tensor]:
     """Gradients and random state after a pass whose updates are computed again, or kept."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(1)
-    model = pyg_sar.distribute(Again(again).double(), view="local")
-    return gradients(model, data, pyg_sar.mean), torch.random.get_rng_state()
+    model = pyg_sar.distribute(Again(again).double())
+    return gradients(model, data), torch.random.get_rng_state()
 
 
 def test_what_is_computed_again_gives_the_same_bits(small, tmp_path, monkeypatch):
@@ -366,9 +364,9 @@ def test_relu_and_dropout_save_bits(small, tmp_path, monkeypatch):
 
 def reported(root: str, folder: Path) -> int:
     """A part's training for an epoch with a report; bytes of halo rows read from the store."""
-    data = pyg_sar.load_partition(root, view="local")
-    data.train_mask = torch.ones(data.num_nodes, dtype=torch.bool)
-    model = pyg_sar.distribute(GraphSAGE(FEATURES, WIDE, 3, CLASSES).double(), view="local")
+    data = pyg_sar.load_partition(root)
+    data.train_mask = torch.ones_like(data.y, dtype=torch.bool)
+    model = pyg_sar.distribute(GraphSAGE(FEATURES, WIDE, 3, CLASSES).double())
     with pyg_sar.Ledger(current()) as ledger:
         callbacks = [Report(folder / "report")]
         pyg_sar.Trainer(model, data, TrainConfig(epochs=1), callbacks=callbacks).fit()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracle import threads
+from oracle import workers
 from torch import Tensor
 from torch_geometric.nn import GATConv, SimpleConv
 
@@ -64,9 +64,7 @@ def test_attention_holds_no_products_of_all_rows() -> None:
     cotangent's.
     """
     x, edges = graph(16)
-    layer = pyg_sar.distribute(
-        GATConv(16, CHANNELS, heads=HEADS, add_self_loops=False), view="local"
-    )
+    layer = pyg_sar.distribute(GATConv(16, CHANNELS, heads=HEADS, add_self_loops=False))
     gradient = torch.randn(NODES, HEADS * CHANNELS)
     peak = peak_of(lambda: layer(x, edges).backward(gradient), x, edges, gradient)
     per_head = NODES * HEADS * 4
@@ -77,7 +75,7 @@ def test_attention_holds_no_products_of_all_rows() -> None:
 @needs_kernels
 def test_a_mean_divides_no_copy_of_its_gradient() -> None:
     x, edges = graph(HEADS * CHANNELS)
-    layer, gradient = pyg_sar.distribute(SimpleConv("mean"), view="local"), torch.randn_like(x)
+    layer, gradient = pyg_sar.distribute(SimpleConv("mean")), torch.randn_like(x)
     x.requires_grad_()
     out = layer(x, edges)
     peak = peak_of(
@@ -87,6 +85,7 @@ def test_a_mean_divides_no_copy_of_its_gradient() -> None:
 
 
 def _peaks_of_draws(width: int) -> tuple[list[int], int]:
+    draws._PIECE, draws._comes_in_pieces = 2**14, lambda make: True
     comm = current()
     rows = node_rows(comm, torch.arange(comm.rank, NODES, comm.world_size), NODES)
     x = wrap(torch.ones(rows.count, width), rows, 0)
@@ -99,11 +98,9 @@ def _peaks_of_draws(width: int) -> tuple[list[int], int]:
     return peaks, x.local.numel() * 4
 
 
-def test_draws_for_node_tensors_hold_no_rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_for_node_tensors_hold_no_rows_of_others() -> None:
     """A few copies of a worker's own rows, and of one piece: not all rows."""
-    monkeypatch.setattr(draws, "_PIECE", 2**14)
-    monkeypatch.setattr(draws, "_comes_in_pieces", lambda make: True)  # threads draw together
-    for peaks, own in threads(_peaks_of_draws, 4, 128):
+    for peaks, own in workers(_peaks_of_draws, 4, 128):
         assert max(peaks) < 2.5 * own + 6 * 2**14 * 4 < NODES * 128 * 4
 
 
@@ -176,7 +173,7 @@ def test_terms_that_come_together_have_the_same_gradients(case: str) -> None:
         layer.__class__ = Watched
     if case == "frozen":
         layer.att_src.requires_grad_(False)
-    here = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+    here = pyg_sar.distribute(copy.deepcopy(layer))
     if case == "hooked":
         for module in (layer, here):
             module.lin.register_forward_hook(lambda _module, _args, out: out * 0.5)

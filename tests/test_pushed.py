@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import CHANNELS, OUT, Job, Partitions, Sweep, apart, make_graph, threads
+from oracle import CHANNELS, OUT, Job, Partitions, Sweep, apart, make_graph, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -149,10 +149,8 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(
-        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
-    )
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     x = data.x.requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -179,7 +177,7 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
     bound = _bound(data, assignment, world)
 
     def rows(push: Literal["auto", "off"]) -> list[dict[str, int]]:
-        return threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push=push))
+        return workers(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push=push))
 
     with apart():
         pushed, pulled = rows("auto"), rows("off")
@@ -198,17 +196,15 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
 
 def _found(root: Path, partly: bool) -> tuple[int, int]:
     """Covers that were computed, and rows that were received."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     some = torch.arange(0, data.num_edges, 2 if partly else 1)
     edge_index = data.edge_index[:, some] if partly else data.edge_index
     policy = SARPolicy()
-    layer = pyg_sar.distribute(
-        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
-    )
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x, edge_index)
         attention = gnn.GATConv(CHANNELS, OUT).double()
-        pyg_sar.distribute(attention, policy, view="local")(data.x, edge_index)
+        pyg_sar.distribute(attention, policy)(data.x, edge_index)
     return ledger.events("cover"), ledger.received_bytes(kind="fetch")
 
 
@@ -219,21 +215,19 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
     pyg_sar.write_partitions(data, 3, roots[1], "random")
     monkeypatch.undo()
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
-    stored, bare = (threads(_found, 3, root, False) for root in roots)
+    stored, bare = (workers(_found, 3, root, False) for root in roots)
     assert [made for made, _ in stored] == [0, 0, 0]
     assert [made for made, _ in bare] == [3, 3, 3]  # sums; attention forward, and backward
     assert [received for _, received in stored] == [received for _, received in bare]
     # Of other edges the stored covers may be dear.
-    assert sum(made for made, _ in threads(_found, 3, roots[0], True)) > 0
+    assert sum(made for made, _ in workers(_found, 3, roots[0], True)) > 0
 
 
 def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
     """The most pulled rows packed at a time, those of the largest unit, and all."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     policy = SARPolicy(prefetch=prefetch)
-    layer = pyg_sar.distribute(
-        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
-    )
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     alive, most, pack = [0], [0], HaloSource._pack
 
     def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
@@ -245,7 +239,7 @@ def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
         return out
 
     layer(data.x, data.edge_index)
-    split = split_edges(data.edge_index, SUMS, SUMS)
+    split = split_edges(data.edge_index.to_local(), SUMS, SUMS)
     assert split is not None
     HaloSource._pack = watched
     try:
@@ -262,13 +256,13 @@ def test_messages_are_made_when_it_is_their_turn(
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pyg_sar.write_partitions(stars(), 4, tmp_path / "parts", "random")
-    for most, largest, everything in pyg_sar.launch(_made_at_once, 4, tmp_path / "parts", 0):
+    for most, largest, everything in workers(_made_at_once, 4, tmp_path / "parts", 0):
         assert 0 < most <= largest < everything
 
 
 def _structures(root: Path) -> int:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy(), view="local")
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy())
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):
@@ -279,7 +273,7 @@ def _structures(root: Path) -> int:
 def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    for numbers in threads(_structures, 3, tmp_path / "parts"):
+    for numbers in workers(_structures, 3, tmp_path / "parts"):
         assert numbers == 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
-from oracle import MODES, Job, Partitions, Sweep, make_graph, threads
+from oracle import MODES, Job, Partitions, Sweep, make_graph, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -97,28 +97,29 @@ def test_exact_with_empty_rounds(world: int, partitions: Partitions):
 
 def messages(root: Path, prefetch: int) -> Any:
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     policy = SARPolicy(prefetch=prefetch, push="off")
-    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy, view="local")
+    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy)
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(comm) as ledger:
         layer(x, data.edge_index).sum().backward()
     kinds = ("fetch", "refetch", "gradient")
     sent = {kind: ledger.sent_messages(kind=kind) for kind in kinds}
-    return sent, ledger.peak_resident_rows(), data.edge_index.plan
+    plan = data.edge_index.to_local().plan
+    rows = [plan.num_rows[unit] for unit in range(1, 5)]
+    assert sorted(rows) == sorted(plan.halo_counts[q] for q in range(5) if q != plan.rank)
+    return sent, ledger.peak_resident_rows(), plan.send_counts, plan.halo_counts
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
     """One message per pair with rows and phase; resident are the rows of 1 + prefetch units."""
-    for sent, peak, plan in threads(messages, 5, root, prefetch):
-        going = sum(1 for n in plan.send_counts if n)
-        coming = sum(1 for n in plan.halo_counts if n)
+    for sent, peak, send_counts, halo_counts in workers(messages, 5, root, prefetch):
+        going = sum(1 for n in send_counts if n)
+        coming = sum(1 for n in halo_counts if n)
         assert sent == {"fetch": going, "refetch": going, "gradient": coming}
-        assert peak <= (1 + prefetch) * max(plan.halo_counts)
-        rows = [plan.num_rows[unit] for unit in range(1, 5)]
-        assert sorted(rows) == sorted(plan.halo_counts[q] for q in range(5) if q != plan.rank)
+        assert peak <= (1 + prefetch) * max(halo_counts)
 
 
 # Loading #####################################################################
@@ -126,33 +127,26 @@ def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
 
 def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-        pyg_sar.load_partition(root, view="local")
+        pyg_sar.load_partition(root)
     return ledger.by_layer(), ledger.sent_messages()
 
 
-def test_loading_exchanges_a_digest_alone(tmp_path: Path, graph: Data, partitions: Partitions):
-    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData."""
+def test_loading_exchanges_a_digest_and_random_states(tmp_path: Path, graph: Data):
+    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData.
+
+    And rank 0's states of three generators: PyTorch's 5056 bytes, and those of 625 words each.
+    """
     batched = graph.clone()
     batched.batch = torch.arange(60) // 20
     hetero = make_hetero()
     pyg_sar.write_partitions(batched, 3, tmp_path / "batched", "random")
     pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
     for name in ("batched", "hetero"):
-        for layers, sent in threads(bytes_of_loading, 3, tmp_path / name):
-            size = 33 + 8 * (3 + 2 * 3)
+        for rank, (layers, sent) in enumerate(workers(bytes_of_loading, 3, tmp_path / name)):
+            size, states = 33 + 8 * (3 + 2 * 3), "random states " + ("in" if rank else "out")
+            assert 5056 < layers[""].pop(states) < 5056 + 2 * 625 * 13
             assert layers == {"": {"agreement in": 2 * size, "agreement out": size}}
-            assert sent == 1
-
-
-def test_the_number_of_graphs_is_stored(tmp_path: Path, graph: Data):
-    batched = graph.clone()
-    batched.batch = torch.arange(60) // 20
-    pyg_sar.write_partitions(batched, 3, tmp_path / "parts", "contiguous")
-
-    def worker() -> int:
-        return pyg_sar.load_partition(tmp_path / "parts", view="local").batch.num_graphs
-
-    assert threads(worker, 3) == [3, 3, 3]
+            assert sent == (1 if rank else 1 + 3)
 
 
 def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], version: int) -> None:
@@ -209,12 +203,12 @@ def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph:
     rewrite(tmp_path / "hetero", change, max(version, 2))
 
     def worker() -> int:
-        found = pyg_sar.load_partition(tmp_path / "hetero", view="local")
-        plans = [found[key].edge_index.plan for key in found.edge_types]
+        found = pyg_sar.load_partition(tmp_path / "hetero")
+        plans = [found[key].edge_index.to_local().plan for key in found.edge_types]
         assert all((plan.covers is None) == (version < 4) for plan in plans)
         return max(plan.world_size for plan in plans)
 
-    assert threads(worker, 3) == [3, 3, 3]
+    assert workers(worker, 3) == [3, 3, 3]
 
 
 def row_beyond(p: int, tensors: dict[str, Tensor]) -> None:
@@ -266,10 +260,10 @@ def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, t
 
     def worker() -> str:
         with pytest.raises(PartitionError, match="SHA-256" if verify else text) as caught:
-            pyg_sar.load_partition(root, verify=verify, view="local")
+            pyg_sar.load_partition(root, verify=verify)
         return str(caught.value)
 
-    assert len(set(threads(worker, 5))) == 1
+    assert len(set(workers(worker, 5))) == 1
 
 
 # Several relations ###########################################################
@@ -281,18 +275,18 @@ def test_a_joint_plan_adds_up_its_relations(tmp_path: Path):
     pyg_sar.write_partitions(hetero, 3, tmp_path / "parts", random_parts(hetero, 3))
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        data = pyg_sar.load_partition(tmp_path / "parts")
         keys = [key for key in data.edge_types if key[2] == "paper"]
         parts = []
         for shift, key in enumerate(keys):
-            edges = data[key].edge_index.clone()
+            edges = data[key].edge_index.to_local().clone()
             edges[0] += shift * 100
             edges[1] += shift * 50
             parts.append(edges)
         plan = torch.cat(parts, dim=1).plan
-        single = torch.tensor([data[key].edge_index.plan.halo_counts for key in keys])
+        single = torch.tensor([data[key].edge_index.to_local().plan.halo_counts for key in keys])
         assert single.sum(0).tolist() == plan.halo_counts
         return plan.halo_counts, plan.send_counts
 
-    needed, sent = (torch.tensor(rows) for rows in zip(*threads(worker, 3), strict=True))
+    needed, sent = (torch.tensor(rows) for rows in zip(*workers(worker, 3), strict=True))
     assert torch.equal(needed, sent.t()) and int(needed.sum()) > 0

@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +25,7 @@ from oracle import (
     errors,
     make_graph,
     run_jobs,
-    threads,
+    workers,
 )
 from torch_geometric import nn as gnn
 
@@ -84,7 +84,7 @@ def make_sweep(world: int, partitions: Partitions, names: tuple[str, ...], **kw:
 
 @pytest.mark.parametrize("switch", ["0", "1"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_threads(world, switch, partitions, monkeypatch):
+def test_layers_are_exact(world, switch, partitions, monkeypatch):
     monkeypatch.setenv(SWITCH, switch)
     make_sweep(world, partitions, tuple(LAYERS), policies=POLICIES[:4]).check()
 
@@ -131,17 +131,17 @@ def test_processes_on_one_host_on_two_and_apart(partitions):
     # Chosen here: by itself ('auto') what is pushed depends on the hosts.
     policies = tuple(replace(p, push="off") for p in POLICIES)
     sweep = make_sweep(WORLD, partitions, ("sage", "gat"), policies=policies)
-    workers = launch(in_three_ways, WORLD, sweep.jobs, timeout=120)
+    found = launch(in_three_ways, WORLD, sweep.jobs, timeout=120)
     same = [[q for q in range(WORLD) if HOSTS[q] == HOSTS[p] and q != p] for p in range(WORLD)]
     others = [[q for q in range(WORLD) if q != p] for p in range(WORLD)]
     for way, near in enumerate((others, same, [[]] * WORLD)):
-        assert [worker[way][0] for worker in workers] == near
+        assert [worker[way][0] for worker in found] == near
         for k, job in enumerate(sweep.jobs):
             for step, policy in enumerate(job.policies):
-                results = [worker[way][1][k][step] for worker in workers]
+                results = [worker[way][1][k][step] for worker in found]
                 title = f"{sweep.titles[k]}, way {way}, {policy}"
                 assert_small(errors(results, sweep.expected[k]), TOLERANCE, title)
-    for rank, worker in enumerate(workers):
+    for rank, worker in enumerate(found):
         halo = [
             {
                 (layer, phase, kind, peer, end): number
@@ -208,9 +208,9 @@ def test_a_source_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch)
         assert all(map(torch.equal, *found))
         return counts
 
-    for (every, _), (few, resident) in threads(work, 5, even_plan):
+    for (every, _), (few, resident) in workers(work, 5, even_plan):
         assert (every, few, resident) == (4, 1 + prefetch, 3 * (1 + prefetch))
-    for _, (few, resident) in threads(work, 5, ring_plan):
+    for _, (few, resident) in workers(work, 5, ring_plan):
         assert few <= 4 and resident <= 5 * (1 + prefetch)
 
 
@@ -252,18 +252,18 @@ def test_rows_are_read_where_they_are(world, prefetch):
         assert all(map(torch.equal, counted[0][0], counted[1][0]))
         assert counted[0][1:] == counted[1][1:]
 
-    threads(work, world)
+    workers(work, world)
 
 
 @pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
-def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
+def test_rows_are_published_once_for_all_neighbours(piece):
     """One buffer per dtype and stream, with just the rows that anybody needs, and one per send.
 
     Also where these are read in pieces of two rows or three.
     """
-    monkeypatch.setattr(neighbours, "PIECE", piece)
 
     def work() -> Any:
+        neighbours.PIECE = piece
         comm = current()
         assert comm.sharing is not None
         plan = ring_plan(comm, 40)
@@ -303,7 +303,7 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
         return shared.count, shared.rows, published, sizes, plan.halo_counts, totals
 
     world = 4
-    for count, rows, published, lent, halo, totals in threads(work, world):
+    for count, rows, published, lent, halo, totals in workers(work, world):
         assert rows.tolist() == [0, 2, 4, 6] and count == world
         assert published == [count * 4 * 4, count * 4 * 8]  # float32: 3 + 1 columns; float64: 4
         assert sorted(lent) == sorted(n * b for n in halo if n for b in (12, 16))
@@ -330,7 +330,7 @@ def test_most_rows_are_published_as_they_are():
         return None if shared.rows is None else shared.rows.tolist(), shared.count, fetched
 
     for number, expected in ((4, (None, 5)), (2, ([2, 4], 2))):
-        for rank, (rows, count, fetched) in enumerate(threads(work, 2, number)):
+        for rank, (rows, count, fetched) in enumerate(workers(work, 2, number)):
             assert (rows, count) == expected
             assert fetched[:, 0].tolist() == [n + 10 * (1 - rank) for n in [4, 2, 0, 1][:number]]
 
@@ -339,37 +339,35 @@ def test_most_rows_are_published_as_they_are():
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-def test_gradients_stay_in_flight(switch, monkeypatch):
+def test_gradients_stay_in_flight(switch, monkeypatch, tmp_path):
     """With ``prefetch=1`` a worker goes on while its peers still compute theirs.
 
     Where workers share memory, always; else unless shards are fetched meanwhile, whose buffers
     are all that the policy affords.
     """
     monkeypatch.setenv(SWITCH, switch)
-    monkeypatch.setattr(
-        "pyg_sar.comm.issuer.PATIENCE", 0.05
-    )  # Waiting for an event keeps the turn.
-    gone_on = threading.Event()
 
     def work(in_flight: bool) -> Any:
-        comm = current()
+        comm, gone_on = current(), tmp_path / f"gone on {in_flight}"
         plan = ring_plan(comm, 10)
         total = torch.zeros(10, 2)
         back = HaloSink(plan, [total], Travel(LABEL, in_flight=in_flight))
         for unit in range(1, plan.world_size):
             if comm.rank > 0 and unit == 1:
-                assert gone_on.wait(60)
+                end = time.monotonic() + 60
+                while not gone_on.exists():
+                    assert time.monotonic() < end
+                    time.sleep(0.001)
             back.open(unit)[0].fill_(comm.rank + 1.0)
             back.close(unit)
             if comm.rank == 0:
-                gone_on.set()
+                gone_on.touch()
         back.finish()
         return total[:, 0].tolist()
 
     for in_flight in (True, False):
         if in_flight or switch == "1":
-            gone_on.clear()
-            found = threads(work, 3, in_flight)
+            found = workers(work, 3, in_flight)
             # Worker p needs 2 rows of p + 1 and 3 of p + 2.
             for rank, total in enumerate(found):
                 before, behind = (rank - 1) % 3 + 1.0, (rank + 1) % 3 + 1.0
@@ -387,8 +385,8 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
         back.finish()
         return any(left)
 
-    assert threads(leaves, 3, None) == [False] * 3
-    assert threads(leaves, 3, False) == [switch == "1"] * 3
+    assert workers(leaves, 3, None) == [False] * 3
+    assert workers(leaves, 3, False) == [switch == "1"] * 3
 
 
 # What comes back #############################################################
@@ -409,35 +407,31 @@ def test_distinct_rows_are_added_as_any_others(ascending, dtype):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, monkeypatch):
+def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions):
     """Nothing is left to travel at depth 0; the gradients are the same to the bit."""
     data = make_graph(41, 220)
     root, layer = partitions(data, 3, "random"), LAYERS["sage"]().double()
-    started: dict[int, list[int]] = {}
-    start = HaloSink.open
 
-    def starting(self: HaloSink, unit: int) -> list[torch.Tensor]:
-        started.setdefault(current().rank, []).append(unit)
-        return start(self, unit)
+    def work(prefetch: int) -> tuple[list[int], torch.Tensor]:
+        started, start = [], HaloSink.open
 
-    monkeypatch.setattr(HaloSink, "open", starting)
+        def starting(self: HaloSink, unit: int) -> list[torch.Tensor]:
+            started.append(unit)
+            return start(self, unit)
 
-    def work(prefetch: int) -> torch.Tensor:
-        mine = load_partition(root, view="local")
+        HaloSink.open = starting
+        mine = load_partition(root)
         policy = SARPolicy(prefetch=prefetch, kernels=kernels, push="off")
         x = mine.x.clone().requires_grad_()
-        distribute(copy.deepcopy(layer), policy, view="local")(
-            x, mine.edge_index
-        ).square().sum().backward()
-        return x.grad
+        distribute(copy.deepcopy(layer), policy)(x, mine.edge_index).square().sum().backward()
+        return started, x.grad.full_tensor()
 
     gradients = []
     for prefetch, order in ((0, [1, 0, 2]), (1, [1, 2, 0])):
-        started.clear()
-        gradients.append(threads(work, 3, prefetch))
-        assert list(started.values()) == [order] * 3
-    for others in gradients[1:]:
-        assert all(map(torch.equal, gradients[0], others))
+        found = workers(work, 3, prefetch)
+        assert [started for started, _ in found] == [order] * 3
+        gradients += [gradient for _, gradient in found]
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
 # Small sums ##################################################################

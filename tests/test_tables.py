@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracle import threads
+from oracle import workers
 
 import pyg_sar
 from pyg_sar.tools.graphs import load_graph
@@ -130,10 +130,12 @@ def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
     path = tmp_path / f"out{suffix}"
 
     def worker() -> None:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
-        write_table(3 * part.x, part.n_id, part.get("node_name"), path)
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        names = part.get("node_name")
+        own = None if names is None else names.to_local()
+        write_table(3 * part.x.to_local(), part.x.rows.ids, own, path)
 
-    threads(worker, 2)
+    workers(worker, 2)
     read = csv.read_csv if suffix == ".csv" else parquet.read_table
     table = read(path).to_pydict()
     assert list(table) == ["id", "out_0", "out_1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from oracle import (
     TOLERANCE,
     Partitions,
     apart,
-    assemble,
     error,
     make_graph,
     node_losses,
-    threads,
+    workers,
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
@@ -179,10 +179,10 @@ POLICIES = {
 
 def bytes_and_results(root: Path, layers: Any, wires: Any, policies: Any) -> Any:
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     found = {}
     for name, layer in layers.items():
-        layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(layer))
         for way, options in policies.items():
             for wire in wires:
                 layer.policy = SARPolicy(wire=wire, **options)
@@ -190,32 +190,38 @@ def bytes_and_results(root: Path, layers: Any, wires: Any, policies: Any) -> Any
                 layer(x, data.edge_index)  # analyses the message
                 with pyg_sar.Ledger(comm) as ledger:
                     out = layer(x, data.edge_index)
-                    pyg_sar.mean(node_losses(out, data.n_id)).backward()
+                    node_losses(out).mean().backward()
                 kinds = ("fetch", "refetch", "gradient")
                 sent = {kind: ledger.sent_bytes(kind=kind) for kind in kinds}
                 got = {kind: ledger.received_bytes(kind=kind) for kind in kinds}
                 peak = ledger.peak_resident_rows()
-                results = data.n_id, out.detach(), x.grad
+                results = out.detach().full_tensor(), x.grad.full_tensor()
                 found[name, way, wire] = sent, got, peak, *results
-    return found, data.edge_index.plan
+    return found, data.edge_index.to_local().plan.halo_counts
 
 
 @pytest.fixture(scope="module")
-def workers(root: Path) -> Any:
+def measured(root: Path) -> Any:
+    """What the workers found of all layers, in one launch."""
     layers = {}
     for name, (make, _) in LAYERS.items():
         torch.manual_seed(1)
         layers[name] = make()
-    with apart():
-        return threads(bytes_and_results, WORLD, root, layers, ("exact", *NARROW), POLICIES)
+
+    @cache
+    def find() -> Any:
+        with apart():
+            return workers(bytes_and_results, WORLD, root, layers, ("exact", *NARROW), POLICIES)
+
+    return find
 
 
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_bytes(name: str, way: str, workers: Any):
+def test_bytes(name: str, way: str, measured: Any):
     """Two bytes a value instead of four, and two for a row's exponent in float16."""
     width = LAYERS[name][1]
-    for found, plan in workers:
+    for found, halo in measured():
         # With a narrow wire rows are pulled.
         exact = found[name, "mode 1" if way == "pushed" else way, "exact"]
         for way_of in (0, 1):
@@ -227,35 +233,29 @@ def test_bytes(name: str, way: str, workers: Any):
                 messages = 2 if (name, way) == ("gat", "mode 3") else 1
                 assert f16[kind] * width == bf16[kind] * (width + messages)
         if way not in ("mode 3", "pushed"):
-            assert exact[1]["fetch"] == plan.num_halo * width * 4
+            assert exact[1]["fetch"] == sum(halo) * width * 4
 
 
 @pytest.mark.parametrize("wire", NARROW)
 @pytest.mark.parametrize("way", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_errors_are_those_of_rounding(name: str, way: str, wire: str, workers: Any, graph: Data):
-    def whole(place: int, key: str) -> Tensor:
-        rows = assemble(((f[name, way, key][3], f[name, way, key][place]) for f, _ in workers), 50)
-        assert rows is not None
-        return rows
-
-    for place in (4, 5):
-        exact, narrow = whole(place, "exact"), whole(place, wire)
+def test_errors_are_those_of_rounding(name: str, way: str, wire: str, measured: Any):
+    found, _ = measured()[0]
+    for place in (3, 4):
+        exact, narrow = found[name, way, "exact"][place], found[name, way, wire][place]
         error = float((narrow - exact).norm() / exact.norm())
         assert 0 < error < 2 * PRECISION[wire], (place, error)
     if way == "mode 2":  # Fetched again or kept, a row is the same row.
-        first = assemble(
-            ((f[name, "mode 1", wire][3], f[name, "mode 1", wire][4]) for f, _ in workers), 50
-        )
-        assert torch.allclose(whole(4, wire), first, rtol=1e-5, atol=1e-6)
+        first, again = found[name, "mode 1", wire][3], found[name, way, wire][3]
+        assert torch.allclose(again, first, rtol=1e-5, atol=1e-6)
 
 
-def test_a_narrow_wire_needs_no_more_rows(workers: Any):
-    for found, plan in workers:
+def test_a_narrow_wire_needs_no_more_rows(measured: Any):
+    for found, halo in measured():
         for prefetch, way in ((1, "mode 1"), (0, "no prefetch")):
             for name in LAYERS:
                 for wire in NARROW:
-                    assert found[name, way, wire][2] <= (1 + prefetch) * max(plan.halo_counts)
+                    assert found[name, way, wire][2] <= (1 + prefetch) * max(halo)
 
 
 WIDE = 40
@@ -264,13 +264,13 @@ WIDE = 40
 def with_integers(root: Path) -> Any:
     """Bytes, outputs and gradients of layers with rows of 40 values, and the gradients' errors."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     wide = data.x.repeat(1, -(-WIDE // CHANNELS))[:, :WIDE] * torch.linspace(1, 2, WIDE)
     found: dict[Any, Any] = {}
     for name, layer in (("sage", gnn.SAGEConv(WIDE, WIDE)), ("gat", gnn.GATConv(WIDE, WIDE))):
         torch.manual_seed(2)
         layer.reset_parameters()
-        layer = pyg_sar.distribute(layer, view="local")
+        layer = pyg_sar.distribute(layer)
         for way in ("mode 1", "mode 2", "mode 3", "pushed") if name == "sage" else ("mode 1",):
             for wire in ("exact", *BITS):
                 layer.policy = SARPolicy(wire=wire, **POLICIES[way])
@@ -278,15 +278,17 @@ def with_integers(root: Path) -> Any:
 
                 def step(x: Tensor = x, layer: Any = layer) -> Tensor:
                     out: Tensor = layer(x, data.edge_index)
-                    pyg_sar.mean(node_losses(out, data.n_id)).backward()
+                    node_losses(out).mean().backward()
                     return out
 
                 error = pyg_sar.train.gradient_error(layer, step)[ALL]
                 x.grad = None
                 with pyg_sar.Ledger(comm) as ledger:
                     out = step().detach()
-                found[name, way, wire] = error, ledger.received_bytes(), out, x.grad
-    return found, data.edge_index.plan.num_halo + data.edge_index.plan.send_index.numel()
+                results = out.full_tensor(), x.grad.full_tensor()
+                found[name, way, wire] = error, ledger.received_bytes(), *results
+    plan = data.edge_index.to_local().plan
+    return found, plan.num_halo + plan.send_index.numel()
 
 
 @pytest.mark.parametrize("switch", ["0", "auto"])
@@ -295,7 +297,7 @@ def test_integers_in_layers(
 ):
     """A quarter of the bytes and less, errors by bits; the same rows wherever workers run."""
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
-    found = integers[switch] = threads(with_integers, WORLD, root)
+    found = integers[switch] = workers(with_integers, WORLD, root)
     for results, rows in found:
         for name, way in {key[:2] for key in results}:
             errors = [results[name, way, wire][0] for wire in ("exact", *BITS)]
@@ -335,13 +337,13 @@ class Numbered(MessagePassing):
 
 @pytest.mark.parametrize("switch", ["0", "auto"])
 def test_results_do_not_depend_on_shared_memory(
-    switch: str, root: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+    switch: str, root: Path, measured: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
     torch.manual_seed(1)
     layers = {"sage": LAYERS["sage"][0]()}
-    again = threads(bytes_and_results, WORLD, root, layers, ("bfloat16",), POLICIES)
-    for (found, _), (first, _) in zip(again, workers, strict=True):
+    again = workers(bytes_and_results, WORLD, root, layers, ("bfloat16",), POLICIES)
+    for (found, _), (first, _) in zip(again, measured(), strict=True):
         for way in POLICIES:
             here, there = found["sage", way, "bfloat16"], first["sage", way, "bfloat16"]
             assert here[:2] == there[:2]
@@ -358,7 +360,7 @@ def test_what_is_pushed_does_not_depend_on_shared_memory(
     runs = []
     for switch in ("0", "auto"):
         monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
-        runs.append(threads(bytes_and_results, WORLD, root, layers, NARROW, ways))
+        runs.append(workers(bytes_and_results, WORLD, root, layers, NARROW, ways))
     for (far, _), (near, _) in zip(*runs, strict=True):
         for key in far:
             assert far[key][:2] == near[key][:2], key
@@ -366,14 +368,14 @@ def test_what_is_pushed_does_not_depend_on_shared_memory(
 
 
 def hosted_or_not(root: Path, wires: Any) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     x = data.x.double().repeat(1, 8)
     found = []
     for kind, wire, options in wires:
         torch.manual_seed(5)
         model = getattr(gnn, kind)(x.size(1), 24, 2, OUT).double()
-        model = pyg_sar.distribute(model, SARPolicy(wire=wire, **options), view="local")
-        pyg_sar.mean(node_losses(model(x, data.edge_index), data.n_id)).backward()
+        model = pyg_sar.distribute(model, SARPolicy(wire=wire, **options))
+        node_losses(model(x, data.edge_index)).mean().backward()
         found.append([p.grad for p in model.parameters()])
     return found
 
@@ -382,12 +384,12 @@ def test_parts_hosted_together_round_the_same_rows(root: Path):
     ways = ({}, {"mode": 2}, {"mode": 3}, {"strategy": "chunked"})
     kinds = ("GCN", "bfloat16"), ("GCN", "int8"), ("GCN", "int2"), ("GAT", "int4")
     wires = [(*kind, way) for kind in kinds for way in ways]
-    apart, together = (run(hosted_or_not, WORLD, root, wires)[0] for run in (threads, host))
+    apart, together = (run(hosted_or_not, WORLD, root, wires)[0] for run in (workers, host))
     for case, a, b in zip(wires, apart, together, strict=True):
         for first, second in zip(a, b, strict=True):
             assert error(second, first) < TOLERANCE, case
     small = [("GCN", "int8", {"strategy": "chunked", "message_budget": 2000})]
-    threads(hosted_or_not, WORLD, root, small)
+    workers(hosted_or_not, WORLD, root, small)
     with pytest.raises(Exception, match=r"of \d+ chunks, .*"):
         host(hosted_or_not, WORLD, root, small)
 
@@ -397,25 +399,25 @@ def test_integers_are_exact_in_a_layer(root: Path, graph: Data):
     expected = Numbered()(graph.x, numbers, graph.edge_index)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         for wire in NARROW:
             for mode in (1, 2, 3):
                 policy = SARPolicy(wire=wire, mode=mode)
-                layer = pyg_sar.distribute(Numbered(), policy, view="local")
-                found = layer(data.x, numbers[data.n_id], data.edge_index)
-                assert torch.equal(found, expected[data.n_id])
+                layer = pyg_sar.distribute(Numbered(), policy)
+                found = layer(data.x, numbers, data.edge_index)
+                assert torch.equal(found.full_tensor(), expected)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 def test_under_checkpoint(root: Path):
     """What is computed again in the backward pass sees the very same rows."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         torch.manual_seed(3)
         model = gnn.GraphSAGE(CHANNELS, 8, 2, OUT)
-        model = pyg_sar.distribute(model, SARPolicy(wire="bfloat16"), view="local")
+        model = pyg_sar.distribute(model, SARPolicy(wire="bfloat16"))
         found = []
         for again in (False, True):
             model.zero_grad()
@@ -425,11 +427,11 @@ def test_under_checkpoint(root: Path):
                 )
             else:
                 out = model(data.x, data.edge_index)
-            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            node_losses(out).mean().backward()
             found.append([p.grad.clone() for p in model.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 def test_verify_says_how_far_it_is(graph: Data):
@@ -466,7 +468,7 @@ def gradients_with(model: Any, data: Data, wire: str) -> dict[str, Tensor | None
     for layer in model.convs:
         layer.policy = SARPolicy(wire=wire)
     model.zero_grad()
-    pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
+    node_losses(model(data.x, data.edge_index)).mean().backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -474,9 +476,9 @@ def gradients_with(model: Any, data: Data, wire: str) -> dict[str, Tensor | None
 def test_gradient_error(wire: str, root: Path):
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         torch.manual_seed(5)
-        model = pyg_sar.distribute(Net(), SARPolicy(wire=wire), view="local")
+        model = pyg_sar.distribute(Net(), SARPolicy(wire=wire))
         exact, narrow = (gradients_with(model, data, w) for w in ("exact", wire))
         before = {k: v.clone() for k, v in model.state_dict().items()}
         marks = [torch.full_like(p, 7.0) for p in model.parameters()]
@@ -486,7 +488,7 @@ def test_gradient_error(wire: str, root: Path):
         def closure() -> None:
             torch.rand(3)
             out = model(data.x, data.edge_index)
-            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            node_losses(out).mean().backward()
 
         with pyg_sar.Ledger(comm) as ledger:
             errors = pyg_sar.train.gradient_error(model, closure)
@@ -505,7 +507,7 @@ def test_gradient_error(wire: str, root: Path):
             assert errors[name] == pytest.approx(expected, rel=1e-3, abs=1e-6)
         return errors
 
-    first, *others = threads(worker, WORLD)
+    first, *others = workers(worker, WORLD)
     assert all(other == first for other in others)
     if wire == "exact":
         assert first[ALL] == 0
@@ -518,14 +520,14 @@ def test_it_is_measured_every_few_epochs(root: Path):
     plain_model = gnn.GraphSAGE(CHANNELS, 8, 2, 3)
 
     def worker(every: int | None) -> Any:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         policy = SARPolicy(wire="bfloat16", measure_every=every)
-        model = pyg_sar.distribute(copy.deepcopy(plain_model), policy, view="local")
+        model = pyg_sar.distribute(copy.deepcopy(plain_model), policy)
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             result = pyg_sar.Trainer(model, data, config).fit()
         return len(ledger.gradient_errors), result.losses
 
-    measured, plain = threads(worker, WORLD, 2), threads(worker, WORLD, None)
+    measured, plain = workers(worker, WORLD, 2), workers(worker, WORLD, None)
     assert [count for count, _ in measured] == [3] * WORLD  # before epochs 1, 3 and 5
     assert [count for count, _ in plain] == [0] * WORLD
     assert measured[0][1] == plain[0][1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -369,6 +370,8 @@ def finalize() -> None:
     """Ends the current communicator, if there is one. Never raises."""
     scope = _scope.get()
     comm, scope.comm, scope.fallback = scope.comm, None, None
+    if "torch._dynamo" in sys.modules:  # Where load_partition() has changed it.
+        torch.compiler.set_stance("default")
     if comm is not None:
         comm.close()
 

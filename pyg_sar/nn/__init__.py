@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.message.layer_state import modes_kept
-from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
+from pyg_sar.nn.embedding import NodeEmbedding
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
     NORMS,
@@ -47,14 +47,11 @@ __all__ = [
     "DistReadout",
     "DistSyncBatchNorm",
     "NodeEmbedding",
-    "gather_embedding",
     "global_add_pool",
     "global_attention",
     "global_max_pool",
     "global_mean_pool",
     "initialize",
-    "own_rows",
-    "scatter_embedding",
     "shuffle_nodes",
 ]
 

@@ -91,7 +91,9 @@ class _Call:
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
-        self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        by_type = [v for v in (*args, *kwargs.values()) if isinstance(v, dict)]
+        types = [t.rows for d in by_type for t in d.values() if isinstance(t, NodeTensor)]
+        self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         if any(r.compared is not None and module not in r.compared for r in self.known):
             raise DistributedIndexError(
                 f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
@@ -207,6 +209,10 @@ class _Call:
             for name, parameter in module._parameters.items()
             if id(parameter) in swapped
         ]
+        relations = vars(layer).get("_edge_type")  # PyG's to_hetero_with_bases leaves it there.
+        if isinstance(relations, Tensor):
+            places.append((vars(layer), "_edge_type", relations))
+            swapped[id(relations)] = self.local(relations)
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
@@ -306,8 +312,7 @@ class _Call:
                 f"{self.comm.rank}), and gave one tensor"
             )
         backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
-        turned = backwards != (edges.index.dist_row == 1)
-        return edges.sources if turned and edges.index.bipartite else edges.targets
+        return edges.sources if backwards else edges.targets
 
     def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
         """Returns a result and the attention on each edge (``return_attention_weights``)."""

@@ -26,6 +26,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.gradients import post_totals
 from pyg_sar.reduction.parameters import attribute_rows, check_tensors, replicas
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tensors.boundary import summed_gradients
 
 
@@ -109,7 +110,8 @@ class SharedParameters:
             model: The model.
         """
         for name, parameter in model.named_parameters():
-            comm.shared_parameters[parameter] = weakref.ref(self), name
+            if not isinstance(parameter, NodeTensor):
+                comm.shared_parameters[parameter] = weakref.ref(self), name
 
     def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
         """Returns what functions compute with in the place of a parameter outside of layers.
@@ -167,7 +169,8 @@ def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, module in layer.named_modules():
         for own, parameter in module._parameters.items():
-            rows = isinstance(module, SparseLinear) and own == "weight"
+            rows = isinstance(parameter, NodeTensor)
+            rows = rows or (isinstance(module, SparseLinear) and own == "weight")
             if parameter is not None and parameter.requires_grad and not rows:
                 yield f"{name}.{own}" if name else own, parameter
 

@@ -163,13 +163,14 @@ def _take_rows(
 
 
 def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTensor:
-    """Returns an attribute's rows of this worker as a tensor of the whole graph."""
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    """Returns an attribute's rows of this worker as a dense tensor of the whole graph."""
+    if isinstance(value, Tensor):
+        value = value if value.layout == torch.strided else value.to_dense()
         return wrap(value.as_subclass(Tensor), rows, attribute.dim)
     raise PartitionError(
         f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
-        f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense "
-        "tensor before write_partitions(), or leave it out"
+        f"a tensor of the whole graph (rank {rows.comm.rank}): make it a tensor "
+        "before write_partitions(), or leave it out"
     )
 
 

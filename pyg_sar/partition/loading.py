@@ -188,6 +188,7 @@ def load_partition(
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
     if view == "global":
+        torch.compiler.set_stance("force_eager")  # Graphs of it would lose node tensors' gradients.
         draw_alike(comm)
     _warn_of_global_ids(metadata, tensors)
     if metadata.hetero is not None:

@@ -211,12 +211,17 @@ class NodeTensor(Tensor):
         return repr(whole(self, "print()"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return whole(self, "pickling").__reduce_ex__(protocol)
+        everything = whole(self, "pickling")
+        if isinstance(self, torch.nn.Parameter):
+            everything = torch.nn.Parameter(everything, self.requires_grad)
+        return everything.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.detach().clone()
         if self.is_leaf and self.requires_grad:
             copy.requires_grad_()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
