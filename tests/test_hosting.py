@@ -137,19 +137,17 @@ def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
 
     def worker() -> Any:
         data = pyg_sar.load_partition(root)
-        ids = data.x.rows.ids
-        embedding = NodeEmbedding(len(ids), CHANNELS, ids).double()
+        embedding = NodeEmbedding(data.num_nodes, CHANNELS).double()
         layer = gnn.GATConv(CHANNELS, OUT).double()
         layer.load_state_dict(blank)
         model = pyg_sar.distribute(torch.nn.ModuleDict({"table": embedding, "conv": layer}))
         weight = model["table"].weight
         with torch.no_grad():
-            weight.copy_(table[ids])
+            weight.copy_(table)
         for _ in range(2):
-            out = model["conv"](pyg_sar.from_local(weight, data), data.edge_index)
-            node_losses(out).mean().backward()
+            node_losses(model["conv"](weight, data.edge_index)).mean().backward()
         grads = {name: p.grad for name, p in model["conv"].named_parameters()}
-        return whole(pyg_sar.from_local(weight.grad, data)), grads
+        return whole(weight.grad), grads
 
     for gradient_of_rows, grads in host(worker, PARTS):
         assert error(gradient_of_rows, rows.grad) <= TOLERANCE
