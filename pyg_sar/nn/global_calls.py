@@ -197,8 +197,11 @@ class _Call:
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
         layer: Any = self.module
-        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        several = self.comm.world_size > 1
+        learns = torch.is_grad_enabled() and several
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        if several and not learns:
+            layer.shared_parameters.compare(layer, self.comm)
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
