@@ -41,7 +41,6 @@ from pyg_sar.partition.parts import (
 )
 from pyg_sar.partition.storage import part_attributes, read_part
 from pyg_sar.partition.whole_graph import HeteroSchema, set_attributes, store_tensors
-from pyg_sar.space.graph_index import dist_batch, whole_batch
 from pyg_sar.space.index_space import dist_edge_index
 from pyg_sar.space.pyg_calls import library_frames, public_name
 
@@ -333,10 +332,6 @@ def _as_data(
     data.edge_index = edge_index.ordered(data.e_id)
     _put_lists(comm, data, metadata.lists, tensors, data.n_id, None)
     restore_adjacency(data, whole=False)
-    kind = metadata.attributes.get("batch")
-    if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
-        graphs, ids = metadata.num_graphs, data.batch
-        data.batch = dist_batch(ids) if graphs is None else whole_batch(ids, graphs, comm)
     return data
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.files import TemporaryFolder, explained, flush
-from pyg_sar.reduction.metrics import _agree, _places
 from pyg_sar.wording import counted
 
 _LABEL: Label = ("", "", "rows file")
@@ -44,7 +43,9 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
     comm, path = current(), Path(path)
     problem, rows = "", np.empty((0,))
     try:
-        places = _places(places, None).cpu()
+        if places.dtype != torch.long or places.dim() != 1:
+            raise ValueError(f"Expected 'places' to be an int64 vector (got {places.dtype})")
+        places = places.cpu()
         if values.dim() == 0 or values.size(0) != places.numel():
             raise ValueError(
                 f"Expected 'values' to have one row per node, {counted(places.numel(), 'rows')} "
@@ -53,7 +54,7 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
         rows = values.as_subclass(Tensor).detach().resolve_conj().resolve_neg().cpu().numpy()
     except (TypeError, ValueError) as error:
         problem = str(error)
-    total = sum(_agree(values, 0, problem, comm))
+    total = sum(_agree(values, problem, comm))
     _check_places(places, total, comm)
     folder, hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
     try:
@@ -75,6 +76,24 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
     finally:
         if folder is not None:
             folder.close()
+
+
+def _agree(values: Tensor, problem: str, comm: Communicator) -> list[int]:
+    """Returns the rows of each worker; raises on all of them alike."""
+    mine = [problem] if problem else ["", len(values), str(values.dtype), list(values.shape[1:])]
+    everyone = comm.all_gather_object(mine, label=_LABEL)
+    for rank, facts in enumerate(everyone):
+        if facts[0]:
+            raise ValueError(f"rank {rank}: {facts[0]}")
+    first = everyone[0][2:]
+    for rank, facts in enumerate(everyone):
+        for name, one, other in zip(("dtype", "row shape"), first, facts[2:], strict=True):
+            if one != other:
+                raise ValueError(
+                    f"Expected 'values' to be alike on all workers (got {name} {one} at rank 0 and "
+                    f"{other} at rank {rank})"
+                )
+    return [facts[1] for facts in everyone]
 
 
 def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
