@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyg_sar.partition.message_flow import message_flow_graphs
     from pyg_sar.partition.storage import write_partitions
     from pyg_sar.policy import SARPolicy
-    from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
+    from pyg_sar.reduction.metrics import mean
     from pyg_sar.tensors import from_local
     from pyg_sar.tensors.negative_sampling import negative_sampling
     from pyg_sar.tools.inference import infer, propagate_features
@@ -47,10 +47,8 @@ __all__ = [
     "Ledger",
     "SARPolicy",
     "Trainer",
-    "accuracy",
     "distribute",
     "from_local",
-    "gather_nodes",
     "infer",
     "init",
     "launch",
@@ -73,10 +71,8 @@ _MODULES = {
     "Ledger": "ledger",
     "SARPolicy": "policy",
     "Trainer": "train.trainer",
-    "accuracy": "reduction.metrics",
     "distribute": "convert",
     "from_local": "tensors",
-    "gather_nodes": "reduction.metrics",
     "infer": "tools.inference",
     "init": "comm.group",
     "launch": "comm.launch",
