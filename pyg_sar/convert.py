@@ -13,14 +13,15 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.nn import attention, registry
+from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
-from pyg_sar.nn.embedding import claim_rows
-from pyg_sar.nn.global_calls import GlobalCalls, global_class
+from pyg_sar.nn.embedding import own_rows
+from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
+from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.reducing_layers import mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
@@ -28,7 +29,6 @@ from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
     first_difference,
-    owned_parameters,
     refuse_wrapped,
     shared_parameters,
 )
@@ -45,10 +45,10 @@ def _dist_class(
         alone: One process, whose layers can be compiled; else each call is made between two graphs.
         by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
     """
-    before = registry.mixin_of(kind)
+    before = mixin_of(kind)
     compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
     methods = {
-        **registry.names_of(kind),
+        **names_of(kind),
         **(methods_of(kind, by_kernel) if alone else compiled),
     }
     return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
@@ -77,9 +77,9 @@ def distribute(
     statistics over all workers; readouts, attention over all nodes and models that reduce over
     nodes do so over all workers' nodes (docs/global.md lists them). Parameters, buffers,
     ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
-    all workers, but for those with a row per node, of which each worker owns its rows
-    (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of ``LightGCN`` and the adjacency's weight of
-    ``LINKX``, built by :func:`pyg_sar.nn.own_rows`).
+    all workers. Embeddings with a row per node of the graph that was loaded, and the adjacency's
+    weight of ``LINKX``, become tensors of the whole graph of which each worker owns its rows
+    (:class:`~pyg_sar.nn.NodeEmbedding`).
 
     .. code-block:: python
 
@@ -121,17 +121,16 @@ def distribute(
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     policies = _policies(model, policy, layer_policies)
     whole = view == "global"
-    if not whole:
-        claim_rows(model)
-    seeing = registry.Seeing(model, replicated)
-    _check(model, policies, comm, seeing, whole)
+    _check(model, policies, comm, whole)
     _put_on_device(model, comm)
     default = None if policy or not whole else SARPolicy(random="same")
     policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
-    if policy.random is not None and not whole:
-        refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
+    if comm.world_size > 1:
+        _copy_from_first(model, comm)
+    if comm.world_size > 1 and whole:
+        own_rows(model, comm)
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
@@ -150,25 +149,21 @@ def distribute(
                 module.own_graphs = graphs
             if whole and not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
-        elif name in seeing.rows and type(module) in NORMS:
+        elif type(module) in NORMS:
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
-                module.__class__ = registry.named_as(NORMS[plain], plain)
-            if whole:
+                module.__class__ = named_as(NORMS[plain], plain)
+            if whole and not isinstance(module, torch.nn.InstanceNorm1d):
                 _take_whole(module, name, shared)
         elif whole and type(module) is torch.nn.MultiheadAttention:
-            whole_kind: Any = attention.GlobalMultiheadAttention
-            module.__class__ = registry.named_as(whole_kind, torch.nn.MultiheadAttention)
-        elif name in seeing.nodes and not whole:
-            module.__class__ = registry.class_after(type(module))
+            whole_kind: Any = GlobalMultiheadAttention
+            module.__class__ = named_as(whole_kind, torch.nn.MultiheadAttention)
     DrawsOfForward.remove(model)
     if draws is not None and not whole:
         draws.install(model)
     if comm.world_size > 1 and whole:
-        _copy_from_first(model, comm)
         shared.known_to(comm, model)
     elif comm.world_size > 1:
-        _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
         _check_own(model, comm)
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
@@ -259,7 +254,6 @@ def _check(
     model: torch.nn.Module,
     policies: Mapping[str, SARPolicy],
     comm: Communicator,
-    seeing: registry.Seeing,
     whole: bool,
 ) -> None:
     modules = dict(model.named_modules())
@@ -280,14 +274,17 @@ def _check(
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
-    if not whole:
-        registry.check_modules(seeing.nodes)
-    for name, module in seeing.rows.items():
-        _check_norm(name, module)
+    inner = {m for layer in modules.values() for m in layer.modules() if _is_layer(layer)}
+    for name, module in modules.items():
+        _check_norm(name, module, not whole or module in inner)
 
 
-def _check_norm(name: str, module: torch.nn.Module) -> None:
-    """Refuses norms whose statistics would be over each worker's own nodes only."""
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
+    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
     group = getattr(module, "process_group", None)
     if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
         raise ValueError(
@@ -295,7 +292,7 @@ def _check_norm(name: str, module: torch.nn.Module) -> None:
             "workers: leave it at None"
         )
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+    if not within or not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
         return
     if isinstance(module, tuple(NORMS.values())):
         return  # Written for several workers.
@@ -316,11 +313,7 @@ def _check_alike(
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
-    owned = {name for name, _, _ in owned_parameters(model)}
-    rows += [
-        f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
-        for name, p in model.named_parameters()
-    ]
+    rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"replicated: {sorted(replicated)}"]

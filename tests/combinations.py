@@ -28,10 +28,6 @@ SWITCH = "PYG_SAR_TESTS_ALL"  # Set by conftest.py with --all.
 
 PAIRS = {
     "test_attention_ops::test_nan_and_infinity_give_what_pyg_gives",
-    "test_contract::test_rule_6_targets_without_edges_are_zero",
-    "test_contract::test_rule_6_ties",
-    "test_contract::test_rule_7_same_collectives_everywhere",
-    "test_contract::test_retained_graph_runs_backward_again",
     "test_shared_memory::test_layers_are_exact",
 }
 
@@ -43,7 +39,6 @@ EVERY = {
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_compiled::test_layers_compile_without_a_break": 3,
     "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
-    "test_contract_state::test_rule_5_dtypes": 3,
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 7,
     "test_dependence::test_what_is_fetched_and_computed_again": 2,

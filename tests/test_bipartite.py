@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from combinations import some
-from oracle import ALL_POLICIES, BUDGET, MODES, assemble, error, node_losses, set_policy, threads
+from oracle import ALL_POLICIES, BUDGET, MODES, error, node_losses, set_policy, whole, workers
 from torch import Tensor
+from torch_geometric.data import HeteroData
 from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
@@ -23,14 +25,12 @@ from torch_geometric.utils import degree
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.space.index_space import dist_edge_index
 
 SOURCES, TARGETS, EDGES = 23, 17, 120
 WIDE, NARROW, OUT = 6, 4, 5
 
 
-def relation(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def relation(seed: int = 0) -> HeteroData:
     """Source and target features and edges, with duplicates and nodes without edges."""
     draw = torch.Generator().manual_seed(seed)
     edges = torch.stack(
@@ -39,49 +39,27 @@ def relation(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
             torch.randint(TARGETS - 2, (EDGES,), generator=draw),
         ]
     )
-    edges = torch.cat([edges, edges[:, :4]], dim=1)
-    x = torch.randn(SOURCES, WIDE, generator=draw, dtype=torch.float64)
-    y = torch.randn(TARGETS, NARROW, generator=draw, dtype=torch.float64)
-    return x, y, edges
+    data = HeteroData()
+    data["a"].x = torch.randn(SOURCES, WIDE, generator=draw, dtype=torch.float64)
+    data["b"].x = torch.randn(TARGETS, NARROW, generator=draw, dtype=torch.float64)
+    data["a", "to", "b"].edge_index = torch.cat([edges, edges[:, :4]], dim=1)
+    return data
 
 
-def owners(world: int, kind: str) -> tuple[Tensor, Tensor]:
+def owners(world: int, kind: str) -> dict[str, Tensor]:
     """The worker of each source and target node."""
     sources, targets = torch.arange(SOURCES) % world, torch.arange(TARGETS) * world // TARGETS
     if kind == "apart":  # all sources on one worker, all targets on another
-        return torch.zeros_like(sources), torch.full_like(targets, world - 1)
+        sources, targets = torch.zeros_like(sources), torch.full_like(targets, world - 1)
     if kind == "empty":  # the last worker has nothing
-        return sources % max(world - 1, 1), targets.clamp(max=max(world - 2, 0))
-    return sources, targets
+        sources, targets = sources % max(world - 1, 1), targets.clamp(max=max(world - 2, 0))
+    return {"a": sources, "b": targets}
 
 
-def my_relation(edges: Tensor, sources: Tensor, targets: Tensor):
-    """This worker's edges, and global ids of its source and target nodes and edges."""
-    comm = pyg_sar.comm.current()
-    rank, world = comm.rank, comm.world_size
-
-    def needs(p: int) -> list[Tensor]:
-        wanted = edges[0][targets[edges[1]] == p].unique()
-        return [wanted[(sources[wanted] == q) & (q != p)] for q in range(world)]
-
-    mine = (sources == rank).nonzero().view(-1)
-    own = (targets == rank).nonzero().view(-1)
-    halo = needs(rank)
-    place = torch.full((SOURCES,), -1)
-    place[mine] = torch.arange(mine.numel())
-    sends = [place[needs(p)[rank]] for p in range(world)]
-    plan = HaloPlan(
-        comm,
-        mine.numel(),
-        [ids.numel() for ids in halo],
-        torch.cat(sends),
-        [rows.numel() for rows in sends],
-    )
-    place[torch.cat(halo)] = mine.numel() + torch.arange(plan.num_halo)
-    e_id = (targets[edges[1]] == rank).nonzero().view(-1)
-    row, column = edges[:, e_id]
-    local = torch.stack([place[row], torch.searchsorted(own, column)])
-    return dist_edge_index(local, plan, targets=own.numel()), mine, own, e_id
+def written(root: Path, world: int, kind: str = "mixed") -> HeteroData:
+    data = relation()
+    pyg_sar.write_partitions(data, world, root, owners(world, kind))
+    return data
 
 
 class Flipped(torch.nn.Module):
@@ -126,27 +104,23 @@ def layers() -> dict[str, torch.nn.Module]:
     return {name: layer.double() for name, layer in found.items()}
 
 
-def run(layer, x, y, edges, mean):
+def run(layer, data):
+    """Outputs, and gradients of the features and parameters."""
     layer.zero_grad()
-    x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-    out = layer((x, y), edges)
-    return out, x, y
+    x, y = (data[name].x.clone().requires_grad_() for name in "ab")
+    out = layer((x, y), data["a", "to", "b"].edge_index)
+    node_losses(out).mean().backward()
+    grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    return [whole(out.detach()), whole(x.grad), whole(y.grad)], grads
 
 
-def on_worker(jobs, policies, kind):
-    x, y, edges = relation()
-    world = pyg_sar.comm.current().world_size
-    local, mine, own, _ = my_relation(edges, *owners(world, kind))
-    found = {}
+def on_worker(jobs, policies, root):
+    data, found = pyg_sar.load_partition(root), {}
     for name, plain in jobs.items():
-        layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(plain))
         for k, policy in enumerate(policies):
             set_policy(layer, policy)
-            out, a, b = run(layer, x[mine], y[own], local, None)
-            ids = mine if name.startswith("flipped") else own
-            pyg_sar.mean(node_losses(out, ids)).backward()
-            grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
-            found[name, k] = mine, own, out.detach(), a.grad, b.grad, grads
+            found[name, k] = run(layer, data)
     return found
 
 
@@ -155,117 +129,100 @@ def on_worker(jobs, policies, kind):
     ("world", "kind"),
     [(1, "mixed"), (2, "apart"), (3, "mixed"), (3, "empty"), (5, "mixed"), (5, "apart")],
 )
-def test_bipartite_layers_equal_one_process(world, kind):
+def test_bipartite_layers_equal_one_process(world, kind, tmp_path):
     policies = ALL_POLICIES if (world, kind) == (3, "mixed") else MODES
-    x, y, edges = relation()
-    jobs = layers()
+    data, jobs = written(tmp_path / "parts", world, kind), layers()
     jobs = {name: jobs[name] for name in some(list(jobs), f"{world} {kind}", 3)}
-    workers = threads(on_worker, world, jobs, policies, kind)
+    every = workers(on_worker, world, jobs, policies, tmp_path / "parts")
     for name, layer in jobs.items():
-        out, a, b = run(layer, x, y, edges, None)
-        flipped = name.startswith("flipped")
-        node_losses(out, torch.arange(out.size(0))).mean().backward()
-        for k in range(len(policies)):
-            rows = [worker[name, k] for worker in workers]
-            where = f"{name}, {world} workers, {kind}, {policies[k]}"
-            for place, ids, expected, count in (
-                (2, 0, out, SOURCES) if flipped else (2, 1, out, TARGETS),
-                (3, 0, a.grad, SOURCES),
-                (4, 1, b.grad, TARGETS),
-            ):
-                whole = assemble(((row[ids], row[place]) for row in rows), count)
-                if expected is None or whole is None:
-                    assert whole is None and expected is None, where
-                else:
-                    assert error(whole, expected) <= 1e-10, (where, place)
-            largest = max(float(p.grad.abs().max()) for p in layer.parameters())
-            for row in rows:
-                for n, p in layer.named_parameters():
-                    assert error(row[5].get(n), p.grad, largest) <= 1e-10, (where, n)
+        expected, gradients = run(layer, data)
+        largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+        for k, policy in enumerate(policies):
+            where = f"{name}, {world} workers, {kind}, {policy}"
+            for rows, found in (worker[name, k] for worker in every):
+                for got, right in zip(rows, expected, strict=True):
+                    assert error(got, right) <= 1e-10, where
+                assert found.keys() == gradients.keys(), where
+                for n, gradient in gradients.items():
+                    assert error(found[n], gradient, largest) <= 1e-10, (where, n)
 
 
-def looked_at():
-    x, y, edges = relation()
-    local, mine, own, e_id = my_relation(edges, *owners(3, "mixed"))
-    found = {"derived": [], "errors": []}
+def looked_at(root):
+    """What a layer meets beneath: this worker's edges between nodes of two types."""
+    data = pyg_sar.load_partition(root)
+    rows = {name: data[name].x.rows.ids for name in "ab"}
+    x, y = (data[name].x for name in "ab")
+    edges = data["a", "to", "b"].edge_index
+    local, sources, targets = edges.to_local(), len(rows["a"]), len(rows["b"])
     keep = torch.arange(local.size(1)) % 2 == 0
-    flipped = local.flip(0)
-    stacked = torch.stack([local[0], local[1]])
     for derived in (
         local[:, keep],
-        flipped,
-        stacked,
+        local.flip(0),
+        torch.stack([local[0], local[1]]),
         local.clone(),
-        local.index_select(1, e_id[:0]),
+        local.index_select(1, torch.arange(0)),
     ):
-        found["derived"].append((derived.num_targets, derived.bipartite))
-    found["max"] = int(local.max()), int(local[0].max())
-    found["counts"] = degree(local[0], mine.numel()), degree(local[1], own.numel())
-    found["ids"], found["own"] = mine, own
-    loops = torch.arange(3).expand(2, -1)
-    cases = (
-        lambda: torch.cat([local, loops], dim=1),
+        assert (derived.num_targets, derived.bipartite) == (targets, True)
+    assert (int(local.max()), int(local[0].max())) == (max(sources, targets) - 1, sources - 1)
+    for place, name in enumerate("ab"):
+        right = degree(relation()["a", "to", "b"].edge_index[place], (SOURCES, TARGETS)[place])
+        assert torch.equal(degree(local[place], len(rows[name])), right[rows[name]])
+        assert torch.equal(degree(edges[place], len(right)), right)
+    layer = pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double())
+    gat = pyg_sar.distribute(GATConv((WIDE, NARROW), 2).double())
+    found = []
+    for case in (
+        lambda: torch.cat([local, torch.arange(3).expand(2, -1)], dim=1),
         lambda: local[0] != local[1],
-        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double(), view="local")(
-            (x[own], y[own]), local
-        ),
-        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double(), view="local")(
-            (x[mine], y[own]), local, size=(mine.numel() + 1, own.numel())
-        ),
-    )
-    for case in cases:
-        try:
+        lambda: gat((x, y), edges),
+        lambda: layer((y[:, :1].expand(-1, WIDE), y), edges),
+        lambda: layer((x, y), edges, size=(SOURCES + 1, TARGETS)),
+    ):
+        with pytest.raises((DistributedIndexError, ValueError)) as caught:
             case()
-        except (DistributedIndexError, ValueError) as problem:
-            found["errors"].append(f"{type(problem).__name__}: {problem}")
+        found.append(str(caught.value))
     return found
 
 
-def test_derived_edges_keep_the_targets_and_node_types_are_not_mixed_up():
-    _, _, edges = relation()
-    workers = threads(looked_at, 3)
-    for place, ids, count in ((0, "ids", SOURCES), (1, "own", TARGETS)):
-        whole = assemble(((w[ids], w["counts"][place]) for w in workers), count)
-        assert torch.equal(whole, degree(edges[place], count))
-    for worker in workers:
-        mine, own = worker["ids"].numel(), worker["own"].numel()
-        assert worker["derived"] == [(own, True)] * 5
-        assert worker["max"] == (max(mine, own) - 1, mine - 1)
-        loops, compare, rows, size = worker["errors"]
+def test_derived_edges_keep_the_targets_and_node_types_are_not_mixed_up(tmp_path):
+    written(tmp_path / "parts", 3)
+    for loops, compare, attention, rows, size in workers(looked_at, 3, tmp_path / "parts"):
         assert "add_self_loops=False" in loops and "two types" in loops
-        assert "add_self_loops=False" in compare
-        assert "'x'" in rows and str(mine) in rows
-        assert f"size=({mine + 1}, {own})" in size
+        assert "add_self_loops=False" in compare and "add_self_loops=False" in attention
+        assert "to hold the" in rows and "with a row for each" in rows
+        assert f"size=({SOURCES + 1}, " in size
 
 
-def bytes_of(policy):
-    x, y, edges = relation()
-    local, mine, own, _ = my_relation(edges, *owners(3, "mixed"))
-    layer = pyg_sar.distribute(
-        SAGEConv((WIDE, NARROW), OUT, aggr="max").double(), policy, view="local"
-    )
+def bytes_of(policy, root):
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(SAGEConv((WIDE, NARROW), OUT, aggr="max").double(), policy)
+    x, y = (data[name].x.clone().requires_grad_() for name in "ab")
+    edges = data["a", "to", "b"].edge_index
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-        out, *_ = run(layer, x[mine], y[own], local, None)
-        pyg_sar.mean(node_losses(out, own)).backward()
+        node_losses(layer((x, y), edges)).mean().backward()
     received = ledger.received_bytes(kind="fetch"), ledger.received_bytes(kind="refetch")
-    return received, local.plan.num_halo
+    return received, edges.to_local().plan.num_halo
 
 
-def test_only_source_rows_travel():
-    for got, halo in threads(bytes_of, 3, SARPolicy(mode=1, message_budget=BUDGET)):
+def test_only_source_rows_travel(tmp_path):
+    written(tmp_path / "parts", 3)
+    policy = SARPolicy(mode=1, message_budget=BUDGET)
+    for got, halo in workers(bytes_of, 3, policy, tmp_path / "parts"):
         assert got == (halo * WIDE * 8, halo * WIDE * 8)
 
 
-def test_targets_without_rows():
+def test_targets_without_rows(tmp_path):
     """``(x, None)`` targets: rows per target come from the relation, not from the sources."""
-    x, _, edges = relation()
+    whole_data = written(tmp_path / "parts", 2)
     layer = GINConv(torch.nn.Linear(WIDE, OUT)).double()
 
-    def worker():
-        local, mine, own, _ = my_relation(edges, *owners(2, "mixed"))
-        return own, pyg_sar.distribute(copy.deepcopy(layer), view="local")(
-            (x[mine], None), local
-        ).detach()
+    def run(layer, data, **size):
+        return layer((data["a"].x, None), data["a", "to", "b"].edge_index, **size).detach()
 
-    expected = layer((x, None), edges, size=(SOURCES, TARGETS))
-    assert error(assemble(threads(worker, 2), TARGETS), expected) <= 1e-10
+    def worker():
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        return run(pyg_sar.distribute(copy.deepcopy(layer)), data).full_tensor()
+
+    expected = run(layer, whole_data, size=(SOURCES, TARGETS))
+    for found in workers(worker, 2):
+        assert error(found, expected) <= 1e-10

@@ -234,7 +234,7 @@ def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd):
 def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
     for name, change, command, message in (
         ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
-        ("y", {"y": ["a", "b", "c"]}, "train", "data.y is a list, no tensor of numbers"),
+        ("y", {"y": ["a", "b", "c"]}, "train", "'y' (list, a row per node) can't be a tensor"),
         ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
     ):
         mask = torch.tensor([True, True, False])

@@ -21,11 +21,11 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
-    assemble,
     error,
     make_graph,
     node_losses,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import Linear, Parameter
@@ -36,7 +36,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import DistributedIndexError, WorkerError
 from pyg_sar.message.layer_state import TileValue
 
 WORLD = 3
@@ -82,34 +82,22 @@ def check(title: str, model: torch.nn.Module, graph: Data, root: Path, **job: An
 # Between forward and backward ################################################
 
 
-@pytest.mark.parametrize("policy", [REMADE, CHUNKED], ids=["shards", "chunks"])
-def test_parameters_changed_before_backward(policy: SARPolicy, root: Path):
-    """A message remade with other parameters would give wrong gradients: torch's own error."""
-    plain = Learned().double()
+def test_inputs_changed_before_backward(root: Path):
+    """A message remade with others would give wrong gradients: torch's own error."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
-        out = layer(data.x.clone().requires_grad_(), data.edge_index)
-        with torch.no_grad():
-            layer.lin.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
+        data = pyg_sar.load_partition(root)
+        for policy in (REMADE, CHUNKED):
+            for change in ("parameter", "features"):
+                layer: Any = pyg_sar.distribute(Learned().double(), policy)
+                x = data.x.clone()
+                out = layer(x, data.edge_index)
+                with torch.no_grad():
+                    (x if change == "features" else layer.lin.weight).mul_(2)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    out.sum().backward()
 
-    threads(worker, WORLD)
-
-
-def test_features_changed_before_backward(root: Path):
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(Learned().double(), REMADE, view="local")
-        x = data.x.clone()
-        out = layer(x, data.edge_index)
-        x.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 class Moody(MessagePassing):
@@ -129,54 +117,53 @@ class Moody(MessagePassing):
         return out.cos() if self.inner.training else out.exp()
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)
-def test_evaluation_before_backward(policy: SARPolicy, graph: Data, root: Path):
+def test_evaluation_before_backward(graph: Data, root: Path):
     """``model.eval()`` between forward and backward: the message is remade as it was."""
     plain = Moody().double()
 
-    def run(layer: Any, data: Data, ids: Tensor, mean: Callable[[Tensor], Tensor]) -> Any:
+    def run(layer: Any, data: Data) -> Any:
         layer.train()
         layer.zero_grad()
         x = data.x.clone().requires_grad_()
-        loss = mean(node_losses(layer(x, data.edge_index), ids))
+        loss = node_losses(layer(x, data.edge_index)).mean()
         layer.eval()
         with torch.no_grad():
             layer(data.x, data.edge_index)
         loss.backward()
         assert not layer.training and not layer.inner.training
-        return ids, x.grad, layer.lin.weight.grad
+        return whole(x.grad), layer.lin.weight.grad
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
-        return run(layer, data, data.n_id, pyg_sar.mean)
+        data = pyg_sar.load_partition(root)
+        return [
+            run(pyg_sar.distribute(copy.deepcopy(plain), policy), data) for policy in ALL_POLICIES
+        ]
 
-    _, x_grad, weight_grad = run(copy.deepcopy(plain), graph, torch.arange(40), torch.mean)
-    workers = threads(worker, WORLD)
-    assert error(assemble(((w[0], w[1]) for w in workers), 40), x_grad) <= TOLERANCE
-    assert all(error(w[2], weight_grad) <= TOLERANCE for w in workers)
+    expected = run(copy.deepcopy(plain), graph)
+    for by_policy in workers(worker, WORLD):
+        for policy, found in zip(ALL_POLICIES, by_policy, strict=True):
+            assert max(map(error, found, expected)) <= TOLERANCE, policy
 
 
-@pytest.mark.parametrize("policy", MODES, ids=str)
-def test_backward_without_grad_mode(policy: SARPolicy, root: Path):
+def test_backward_without_grad_mode(root: Path):
     """``backward()`` under ``no_grad`` is legal; so is another forward pass in between."""
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        torch_layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
-        grads = []
-        for quiet in (False, True):
-            torch_layer.zero_grad()
-            first = torch_layer(data.x, data.edge_index).square().sum()
-            torch_layer(data.x * 2, data.edge_index)
-            with torch.set_grad_enabled(not quiet):
-                first.backward()
-            grads.append(torch_layer.lin.weight.grad.clone())
-        return grads
-
     plain = Learned().double()
-    for loud, quiet in threads(worker, WORLD):
-        assert torch.equal(loud, quiet) and loud.abs().max() > 0
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for policy in MODES:
+            layer: Any = pyg_sar.distribute(copy.deepcopy(plain), policy)
+            grads = []
+            for quiet in (False, True):
+                layer.zero_grad()
+                first = layer(data.x, data.edge_index).square().sum()
+                layer(data.x * 2, data.edge_index)
+                with torch.set_grad_enabled(not quiet):
+                    first.backward()
+                grads.append(layer.lin.weight.grad.clone())
+            assert torch.equal(*grads) and grads[0].abs().max() > 0
+
+    workers(worker, WORLD)
 
 
 class InPlace(torch.nn.Module):
@@ -231,38 +218,6 @@ def test_activation_checkpointing(reentrant: bool, last: bool, graph: Data, root
     model = Checkpointed(reentrant, last).double()
     sweep.add(f"reentrant {reentrant}", Job(model, root, policies=MODES), graph)
     sweep.check(timeout=20.0)
-
-
-def test_backward_after_a_backward_that_failed(graph: Data, root: Path):
-    """A backward pass that fails leaves nothing behind that would spoil the next one."""
-    plain = Learned().double()
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(
-            torch.nn.ModuleDict({"conv": copy.deepcopy(plain)}), view="local"
-        )
-        conv: Any = layer["conv"]
-
-        def loss() -> Tensor:
-            return pyg_sar.mean(node_losses(conv(data.x, data.edge_index), data.n_id))
-
-        loss().backward()
-        once = conv.lin.weight.grad.clone()
-
-        def fail(gradient: Tensor) -> Tensor:
-            raise KeyError("in a hook")
-
-        handle = conv.lin.bias.register_hook(fail)
-        with pytest.raises(KeyError, match="in a hook"):
-            loss().backward()
-        handle.remove()
-        conv.zero_grad()
-        loss().backward()
-        return once, conv.lin.weight.grad
-
-    for once, again in threads(worker, WORLD):
-        assert error(again, once) <= TOLERANCE
 
 
 # Inputs ######################################################################
@@ -329,10 +284,26 @@ class Tables(MessagePassing):
 
 
 def test_arguments_that_are_no_rows(graph: Data, root: Path):
-    """Also where a table happens to have as many rows as some worker has edges or nodes."""
-    sizes = threads(lambda: pyg_sar.load_partition(root, view="local"), WORLD)
-    for rows in {3, sizes[0].num_edges, sizes[1].num_nodes}:
-        check(f"{rows} rows", Tables(rows), graph, root, policies=MODES)
+    """Also where a table happens to have as many rows as there are nodes or edges: right, or not.
+
+    A table of as many rows as a worker has is taken for its own rows, and refused.
+    """
+
+    def rows_here() -> tuple[int, int]:
+        data = pyg_sar.load_partition(root)
+        return data.x.to_local().size(0), data.edge_index.to_local().size(1)
+
+    (nodes, _), (_, edges), _ = workers(rows_here, WORLD)
+    sweep = Sweep(WORLD)
+    sweep.add("3 rows", Job(Tables(3).double(), root, policies=MODES), graph)
+    sweep.check()
+    for rows in (nodes, edges, graph.num_nodes, graph.num_edges):
+        sweep = Sweep(WORLD)
+        sweep.add(f"{rows} rows", Job(Tables(rows).double(), root, policies=MODES), graph)
+        try:
+            sweep.check()
+        except WorkerError as error:
+            assert "Tables" in str(error) and "DistributedIndexError" in str(error)
 
 
 # Hooks #######################################################################
@@ -361,16 +332,6 @@ def hook_message_input(layer: MessagePassing, inputs: Any) -> Any:
     return ({**arguments, "x_j": arguments["x_j"].sin()},)
 
 
-def hook_propagate_input(layer: MessagePassing, inputs: Any) -> Any:
-    edge_index, size, arguments = inputs
-    return edge_index, size, {**arguments, "x": arguments["x"].sin()}
-
-
-def hook_edge_input(layer: MessagePassing, inputs: Any) -> Any:
-    edge_index, size, arguments = inputs
-    return edge_index, size, {**arguments, "x_j": arguments["x_j"].sin()}
-
-
 def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
     return 2 * out
 
@@ -378,12 +339,13 @@ def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
 HOOKS: dict[str, tuple[str, Any]] = {
     "message, before": ("register_message_forward_pre_hook", hook_message_input),
     "message, after": ("register_message_forward_hook", double),
-    "propagate, before": ("register_propagate_forward_pre_hook", hook_propagate_input),
-    "propagate, after": ("register_propagate_forward_hook", double),
     "aggregate, after": ("register_aggregate_forward_hook", double),
-    "edge_update, before": ("register_edge_update_forward_pre_hook", hook_edge_input),
-    "edge_update, after": ("register_edge_update_forward_hook", double),
 }
+REFUSED = [
+    (f"register_{name}_forward{when}_hook", lambda *_: None)
+    for name in ("propagate", "edge_update")
+    for when in ("", "_pre")
+]
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -402,30 +364,26 @@ def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     sweep.check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_a_hook_that_mixes_edges_is_refused(root: Path):
-    """Of ``edge_update``, whose result a hook sees for this worker's edges alone."""
-
+def test_hooks_that_see_a_workers_rows_are_refused(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        for policy in MODES:
-            layer: Any = pyg_sar.distribute(
-                gnn.GATConv(CHANNELS, OUT).double(), policy, view="local"
-            )
-            layer.register_edge_update_forward_hook(lambda _, inputs, out: out - out.mean(0))
-            with pytest.raises(PygSarError, match="mixes edges"):
-                layer(data.x, data.edge_index)
+        data = pyg_sar.load_partition(root)
+        for make in (Gated, lambda: gnn.GATConv(CHANNELS, CHANNELS)):
+            for method, hook in REFUSED:
+                layer: Any = pyg_sar.distribute(make().double())
+                getattr(layer, method)(hook)
+                with pytest.raises(DistributedIndexError, match=f"has a hook in '_{method[9:]}s'"):
+                    layer(data.x, data.edge_index)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 def test_module_hooks(graph: Data, root: Path):
-    """torch's own hooks on a converted layer: once per call, with tensors of this worker."""
+    """torch's own hooks on a converted layer: once per call."""
     plain = gnn.GATConv(CHANNELS, OUT).double()
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(copy.deepcopy(plain), REMADE, view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(copy.deepcopy(plain), REMADE)
         calls: list[str] = []
         layer.register_forward_pre_hook(lambda *_: calls.append("before"))
         layer.register_forward_hook(lambda *_: calls.append("after"))
@@ -433,7 +391,7 @@ def test_module_hooks(graph: Data, root: Path):
         layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
         assert calls == ["before", "after", "backward"]
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 # Several graphs, errors ######################################################
@@ -462,17 +420,13 @@ def test_one_model_on_two_graphs(
     layer = gnn.GCNConv(CHANNELS, OUT).double() if kind == "rows" else OverSizes()
 
     def worker() -> Any:
-        first, then = (
-            pyg_sar.load_partition(root, view="local"),
-            pyg_sar.load_partition(second, view="local"),
-        )
-        mine = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
-        return [(d.n_id, mine(d.x, d.edge_index).detach()) for d in (first, then, first, then)]
+        first, then = pyg_sar.load_partition(root), pyg_sar.load_partition(second)
+        mine = pyg_sar.distribute(copy.deepcopy(layer), policy)
+        return [whole(mine(d.x, d.edge_index).detach()) for d in (first, then, first, then)]
 
-    for step, shards in enumerate(zip(*threads(worker, WORLD), strict=True)):
-        data = (graph, other)[step % 2]
-        expected = layer(data.x, data.edge_index).detach()
-        assert error(assemble(shards, data.num_nodes), expected) <= TOLERANCE
+    expected = [layer(d.x, d.edge_index).detach() for d in (graph, other)]
+    for found in workers(worker, WORLD):
+        assert max(map(error, found, 2 * expected)) <= TOLERANCE
 
 
 def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
@@ -491,9 +445,9 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
             return super().message(x_i, x_j)
 
     root = Partitions(tmp_path)(graph, 1)
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     plain = Fragile().double()
-    layer: Any = pyg_sar.distribute(copy.deepcopy(plain), REMADE, view="local")
+    layer: Any = pyg_sar.distribute(copy.deepcopy(plain), REMADE)
     parameters = dict(layer.named_parameters())
     for moment in ("analysis", "forward", "backward"):
         x = data.x.clone().requires_grad_()
@@ -506,10 +460,10 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
         assert all(p is parameters[name] for name, p in layer.named_parameters())
         assert all(type(p) is Parameter for p in layer.parameters())
         assert layer.kept is None or isinstance(layer.kept, TileValue)  # nothing of a tile
-        assert data.edge_index.plan.context.layer == ""
+        assert data.edge_index.to_local().plan.context.layer == ""
         assert torch.is_grad_enabled()
         out = layer(x, data.edge_index)
-        assert error(out, plain(graph.x, graph.edge_index)[data.n_id]) <= TOLERANCE
+        assert error(out, plain(graph.x, graph.edge_index)) <= TOLERANCE
 
 
 def test_layers_in_containers_of_all_kinds(graph: Data, root: Path):
@@ -553,29 +507,33 @@ def squared(x_j: Tensor) -> Tensor:
 METHODS = {"message": squared, "aggregate": tripled, "update": doubled}
 
 
-def with_own_method(root: Path, name: str, moment: int) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    torch.manual_seed(0)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double(), view="local")
-    for call in range(3):
-        if call == moment:
-            setattr(layer, name, METHODS[name])
-        x = data.x.clone().requires_grad_()
-        out = layer(x, data.edge_index)
-        out.square().sum().backward()
-    return data.n_id, out.detach(), x.grad
-
-
-@pytest.mark.parametrize("moment", [0, 2])
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_of_a_layer_itself(name: str, moment: int, graph: Data, root: Path):
+def with_own_methods(root: Path) -> list[Any]:
     """Put there before the first call, or after calls without them."""
-    torch.manual_seed(0)
-    plain = gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double()
-    setattr(plain, name, METHODS[name])
-    x = graph.x.clone().requires_grad_()
-    expected = plain(x, graph.edge_index)
-    expected.square().sum().backward()
-    for ids, out, gradient in threads(with_own_method, WORLD, root, name, moment):
-        assert error(out, expected.detach()[ids]) <= TOLERANCE
-        assert error(gradient, x.grad[ids]) <= TOLERANCE
+    data, found = pyg_sar.load_partition(root), []
+    for name, method in METHODS.items():
+        for moment in (0, 2):
+            torch.manual_seed(0)
+            layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double())
+            for call in range(3):
+                if call == moment:
+                    setattr(layer, name, method)
+                x = data.x.clone().requires_grad_()
+                out = layer(x, data.edge_index)
+                out.square().sum().backward()
+            found.append((name, whole(out.detach()), whole(x.grad)))
+    return found
+
+
+def test_methods_of_a_layer_itself(graph: Data, root: Path):
+    expected = {}
+    for name, method in METHODS.items():
+        torch.manual_seed(0)
+        plain = gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double()
+        setattr(plain, name, method)
+        x = graph.x.clone().requires_grad_()
+        out = plain(x, graph.edge_index)
+        out.square().sum().backward()
+        expected[name] = out.detach(), x.grad
+    for found in workers(with_own_methods, WORLD, root):
+        for name, *values in found:
+            assert max(map(error, values, expected[name])) <= TOLERANCE, name

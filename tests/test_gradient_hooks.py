@@ -134,7 +134,7 @@ def seen_by_nodes(model: Any, loss: Loss) -> Any:
 
 def asked_by_a_hook(model: Any, loss: Loss) -> Any:
     """``torch.autograd.grad`` within a hook of another pass: of a loss of its own."""
-    parameters, found = list(model.parameters()), []
+    parameters, found = list(model.parameters()), list[Any]()
     other = loss()
     last = loss()
     last.register_hook(lambda _: found.extend(torch.autograd.grad(other, parameters)))

@@ -1,298 +1,173 @@
-"""``pyg_sar.mean`` and ``pyg_sar.accuracy``: global numbers from uneven workers."""
+"""Losses and metrics of tensors of the whole graph: PyTorch's numbers, from uneven workers."""
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from oracle import threads
+from oracle import whole, workers
 from torch import Tensor
 
 import pyg_sar
+from pyg_sar.tensors import NodeTensor, node_rows, wrap
+
+WORKERS = 4
+SIZES = ([3, 0, 2, 6], [0, 0, 0, 1], [5, 1, 1, 1], [2, 6, 0, 0])
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def piece(values: Tensor, sizes: list[int]) -> Tensor:
-    """This worker's rows."""
-    return values.split(sizes)[pyg_sar.comm.current().rank]
+def spread(values: Tensor, sizes: list[int]) -> NodeTensor:
+    """A tensor of the whole graph, of which each worker has so many of the rows, in turn."""
+    comm = pyg_sar.comm.current()
+    ids = torch.arange(sum(sizes)).split(sizes)[comm.rank]
+    return wrap(values[ids], node_rows(comm, ids, sum(sizes)), 0)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(lambda s: sum(s) > 0),
-    columns=st.sampled_from([(), (3,), (2, 2)]),
-    factor=st.sampled_from([1.0, -2.5]),
-)
-@settings(max_examples=25)
-def test_mean_and_gradient(sizes: list[int], columns: tuple[int, ...], factor: float):
-    """Workers with unequal numbers of values, or none: the mean of all, and each value's share."""
+def values_of(sizes: list[int], *columns: int) -> Tensor:
     draw = torch.Generator().manual_seed(sum(sizes))
-    values = torch.randn(sum(sizes), *columns, generator=draw, dtype=torch.float64)
-    whole = values.clone().requires_grad_()
-    expected = whole.mean()
-    (factor * expected).backward()
-    assert whole.grad is not None
-
-    def worker() -> Any:
-        mine = piece(values, sizes).clone().requires_grad_()
-        found = pyg_sar.mean(mine)
-        assert found.dim() == 0 and found.requires_grad
-        (factor * found).backward()
-        return found.detach(), mine.grad
-
-    workers = threads(worker, len(sizes))
-    assert len({float(found) for found, _ in workers}) == 1, "to the bit on every worker"
-    assert torch.allclose(workers[0][0], expected.detach(), rtol=1e-14, atol=1e-15)
-    gradient = torch.cat([g for _, g in workers])
-    assert torch.allclose(gradient, whole.grad, rtol=1e-14)
+    return torch.randn(sum(sizes), *columns, generator=draw, dtype=torch.float64)
 
 
-def test_mean_is_not_the_mean_of_means():
-    """Pitfall 8: three values here, one there."""
-    values = torch.tensor([1.0, 1.0, 1.0, 5.0])
-    assert [float(m) for m in threads(lambda: pyg_sar.mean(piece(values, [3, 1])), 2)] == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_mean_dtypes(dtype: torch.dtype):
-    """The result has the values' dtype; counts and sums are exact (257 is no bfloat16 number)."""
-    sizes = [257, 0, 515]
-
-    def worker() -> Any:
-        rank = pyg_sar.comm.current().rank
-        mine = torch.full((sizes[rank],), [1.0, 0.0, 3.0][rank], dtype=dtype).requires_grad_()
-        found = pyg_sar.mean(mine)
-        found.backward()
-        return found.detach(), mine.grad
-
-    right = (257 + 3 * 515) / 772
-    for rank, (found, gradient) in enumerate(threads(worker, 3)):
-        assert found.dtype == gradient.dtype == dtype
-        assert abs(float(found) - right) <= torch.finfo(dtype).eps * right
-        assert gradient.shape == (sizes[rank],)
-        if gradient.numel():
-            assert torch.allclose(
-                gradient.double(), torch.full_like(gradient, 1 / 772).double(), rtol=2**-8
-            )
-
-
-def test_mean_counts_beyond_half_precision():
-    """float16 ends at 65,504, where the count was infinite: loss and gradient were 0."""
-
-    def worker(dtype: torch.dtype) -> Any:
-        mine = torch.ones(35_000, dtype=dtype).requires_grad_()
-        found = pyg_sar.mean(mine)
-        (1024 * found).backward()
-        return float(found.detach()), mine.grad[0].double().item()
-
-    for dtype in (torch.float16, torch.bfloat16):
-        for found, gradient in threads(lambda dtype=dtype: worker(dtype), 2):
-            assert found == 1 and abs(gradient / (1024 / 70_000) - 1) <= torch.finfo(dtype).eps
-
-
-def test_mean_without_gradient():
-    def worker() -> Any:
-        with torch.no_grad():
-            found = pyg_sar.mean(torch.ones(2, requires_grad=True))
-        return found, pyg_sar.mean(torch.ones(3))
-
-    for inside, plain in threads(worker, 2):
-        assert not inside.requires_grad and not plain.requires_grad
-        assert float(inside) == float(plain) == 1
-
-
-def test_infinite_values_reach_everyone():
-    def worker() -> list[float]:
-        rank = pyg_sar.comm.current().rank
-        values = [torch.tensor([math.inf if rank else 1.0]), torch.tensor([math.nan] * rank)]
-        return [float(pyg_sar.mean(v)) for v in values]
-
-    for infinite, nan in threads(worker, 2):
-        assert infinite == math.inf and math.isnan(nan)
-
-
-def test_mean_of_nothing_anywhere():
-    """An error on every worker, none waiting."""
-
-    def worker() -> str:
-        with pytest.raises(ValueError, match="No worker of 3 holds a value") as caught:
-            pyg_sar.mean(torch.empty(0))
-        return str(caught.value)
-
-    assert len(set(threads(worker, 3))) == 1
-
-
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        (torch.tensor([1, 2]), "int64"),
-        (torch.tensor([True]), "bool"),
-        ([1.0], "list"),
-        (1.0, "float"),
-    ],
-)
-def test_mean_refuses_what_is_no_floating_point_tensor(values: Any, kind: str):
-    with pytest.raises(TypeError, match=f"floating point tensor.*{kind}"):
-        pyg_sar.mean(values)
-
-
-def test_mean_refuses_reduced_losses():
-    with pytest.raises(ValueError, match="reduction='none'"):
-        pyg_sar.mean(torch.tensor(1.0))
-
-
-def test_mean_refuses_models_that_are_not_distributed():
-    """Their gradients would stay local; evaluating them is all right."""
-
-    def worker() -> None:
-        model = torch.nn.Linear(2, 1)
-        with pytest.raises(ValueError, match="distribute"):
-            pyg_sar.mean(model(torch.ones(3, 2)).view(-1))
-        with torch.no_grad():
-            pyg_sar.mean(model(torch.ones(3, 2)).view(-1))
-
-    threads(worker, 2)
-
-
-def test_mean_alone():
-    """World size 1 goes through the same call."""
-    values = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
-    found = pyg_sar.mean(values)
-    found.backward()
-    assert float(found.detach()) == 3 and torch.allclose(values.grad, torch.full((3,), 1 / 3))
-    with pytest.raises(ValueError, match="holds a value"):
-        pyg_sar.mean(torch.empty(0))
-
-
-# Accuracy ####################################################################
-
-
-@given(
-    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    masked=st.booleans(),
-    scores=st.booleans(),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=25)
-def test_accuracy(sizes: list[int], masked: bool, scores: bool, seed: int):
-    draw = torch.Generator().manual_seed(seed)
-    y = torch.randint(3, (sum(sizes),), generator=draw)
-    out = torch.randn(sum(sizes), 3, generator=draw)
-    mask = torch.rand(sum(sizes), generator=draw) < 0.5
-    chosen = mask if masked else torch.ones_like(mask)
-    right = (out.argmax(1) == y)[chosen]
-    expected = right.double().mean().item()
-
-    def worker() -> float:
-        pred = piece(out if scores else out.argmax(1), sizes)
-        return pyg_sar.accuracy(pred, piece(y, sizes), piece(mask, sizes) if masked else None)
-
-    found = threads(worker, len(sizes))
-    assert all(isinstance(value, float) for value in found)
-    assert len({repr(value) for value in found}) == 1
-    assert math.isnan(found[0]) if not right.numel() else abs(found[0] - expected) < 1e-15
-
-
-def test_accuracy_of_nothing_is_nan():
-    def worker() -> float:
-        return pyg_sar.accuracy(
-            torch.zeros(2, 3), torch.zeros(2).long(), torch.zeros(2, dtype=torch.bool)
-        )
-
-    assert all(math.isnan(value) for value in threads(worker, 2))
-
-
-def test_accuracy_refuses_other_shapes():
-    for pred, y in ((torch.zeros(3, 2), torch.zeros(2)), (torch.zeros(3), torch.zeros(3, 1))):
-        with pytest.raises(ValueError, match=r"Expected predictions for 'y' of shape"):
-            pyg_sar.accuracy(pred, y)
-    with pytest.raises(ValueError, match=r"at least 2 classes.*got shape \[3, 1\] at rank 0"):
-        pyg_sar.accuracy(torch.ones(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long))
-
-
-def test_accuracy_refuses_what_would_be_another_number():
-    y = torch.tensor([0, 1, 2])
-    for pred, labels, mask, text in (
-        (torch.zeros(3), y, None, r"'pred' of shape \[3\] to hold classes, integers"),
-        (torch.zeros(3, 2), y, None, r"scores of 2 classes, 'y' holds label 2 \(rank 0\)"),
-        (y, y, torch.tensor([1, 0, 1]), r"'mask' to be bool .*got torch.int64 .* pred\[ids\]"),
-        (y, y, torch.ones(2).bool(), r"'mask' to be bool of shape \[3\]"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            pyg_sar.accuracy(pred, labels, mask)
-    for arguments, name in ((([0, 1, 2], y), "pred"), ((y, None), "y"), ((y, y, [True]), "mask")):
-        with pytest.raises(TypeError, match=f"'{name}' to be a tensor"):
-            pyg_sar.accuracy(*arguments)
-    # A label that the mask leaves out has no say.
-    assert pyg_sar.accuracy(torch.eye(3)[:, :2], y, y < 2) == 1
-
-
-# Means of one worker's values #################################################
-
-
-def local_means(h: Tensor, y: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Losses whose gradients are those of a sum of the workers' means."""
+def means(h: Tensor, y: Tensor, weight: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Losses that are means over rows, in part, of both, or of neither, and a penalty."""
     row, log, one, yes = y.double(), h.log_softmax(1), h[:, 0], y.double().clamp(max=1)
+    values = F.cross_entropy(h, y, reduction="none")
     return {
-        "MeanBackward0": lambda: F.cross_entropy(h, y, reduction="none").mean(),
-        "MeanBackward1": lambda: h.square().mean((0, 1)),
-        "NllLossBackward0": lambda: F.cross_entropy(h, y),
-        "NllLossBackward0 ": lambda: pyg_sar.mean(one) + F.nll_loss(log, y).float().double(),
-        "MseLossBackward0": lambda: F.mse_loss(one, row) + weight.square().sum() / 3,
-        "MeanBackward0 ": lambda: torch.stack([pyg_sar.mean(one), F.l1_loss(one, row)]).mean(),
-        "SmoothL1LossBackward0": lambda: -F.smooth_l1_loss(one, row),
-        "HuberLossBackward0": lambda: F.huber_loss(one, row).view(1).squeeze(),
-        "BinaryCrossEntropyBackward0": lambda: F.binary_cross_entropy(
-            one.sigmoid(), row.clamp(max=1)
-        ),
-        "BinaryCrossEntropyWithLogitsBackward0": (
-            lambda: F.binary_cross_entropy_with_logits(one, yes)
-        ),
+        "values": lambda: values.mean(),
+        "squares": lambda: h.square().mean((0, 1)),
+        "cross entropy": lambda: F.cross_entropy(h, y),
+        "two": lambda: one.mean() + F.nll_loss(log, y).float().double(),
+        "penalty": lambda: F.mse_loss(one, row) + weight.square().sum() / 3,
+        "stacked": lambda: torch.stack([one.mean(), F.l1_loss(one, row)]).mean(),
+        "negative": lambda: -F.smooth_l1_loss(one, row),
+        "viewed": lambda: F.huber_loss(one, row).view(1).squeeze(),
+        "binary": lambda: F.binary_cross_entropy(one.sigmoid(), row.clamp(max=1)),
+        "logits": lambda: F.binary_cross_entropy_with_logits(one, yes),
+        "sum": lambda: F.cross_entropy(h, y, reduction="sum") / len(y),
+        "rows": lambda: values.mean() + h.mean(1).mean(),
+        "mean of a parameter": lambda: values.mean() + weight.square().mean() / 3,
+        "joined": lambda: torch.cat([values.mean().view(1), h.mean().view(1)]).mean(),
     }
 
 
-def rightly_scaled(h: Tensor, y: Tensor, weight: Tensor) -> list[Any]:
-    """Losses that are right, or that may be for all that can be known."""
-    total = pyg_sar.comm.current().all_reduce(torch.tensor([len(y)])).item()
-    values = F.cross_entropy(h, y, reduction="none")
+def losses(x: Tensor, y: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Each loss with its gradients, of rows and of a parameter."""
+    found = {}
+    weight = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+    x = x.clone().requires_grad_()
+    for name in means(x @ weight, y, weight):
+        x.grad = weight.grad = None
+        loss = means(x @ weight, y, weight)[name]()
+        loss.backward()
+        found[name] = loss.detach(), whole(x.grad), weight.grad
+    return found
+
+
+def accuracies(out: Tensor, y: Tensor, mask: Tensor) -> list[float]:
+    """As scripts write them."""
+    right = out.argmax(-1) == y
     return [
-        lambda: pyg_sar.mean(values) + pyg_sar.mean(h.mean(1)),
-        lambda: values.sum() / total,
-        lambda: F.cross_entropy(h, y, reduction="sum") / total,
-        lambda: F.cross_entropy(h, y) * (len(y) / total),
-        lambda: pyg_sar.mean(values) + weight.square().mean() / 3,
-        lambda: torch.stack([pyg_sar.mean(values), pyg_sar.mean(h)]).mean(),
-        lambda: torch.cat([pyg_sar.mean(values).view(1), pyg_sar.mean(h).view(1)]).mean(),
+        int(right.sum()) / len(y),
+        right.double().mean().item(),
+        int(right[mask].sum()) / max(int(mask.sum()), 1),
+        (out.argmax(-1)[mask] == y[mask]).double().mean().item(),
     ]
 
 
-def test_a_mean_over_one_workers_values_is_warned_of_once():
-    """The autograd node that averages is named; right losses are let be."""
-    plain = torch.nn.Linear(4, 3).double()
-    x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
+def work() -> dict[str, Any]:
+    found: dict[str, Any] = {"mean": [], "accuracy": [], "dtype": [], "half": [], "odd": []}
+    for sizes in SIZES:
+        for columns in ((), (3,), (2, 2)):
+            mine = spread(values_of(sizes, *columns), sizes).requires_grad_()
+            mean = mine.mean()
+            (-2.5 * mean).backward()
+            found["mean"].append((mean.detach(), whole(mine.grad)))
+        y = torch.arange(sum(sizes)) % 3
+        mask = spread(values_of(sizes) > 0, sizes)
+        found["accuracy"].append(
+            accuracies(spread(values_of(sizes, 3), sizes), spread(y, sizes), mask)
+        )
+    for dtype in DTYPES:
+        sizes = [257, 0, 515, 0]
+        ones = torch.cat([torch.full((257,), 1.0), torch.full((515,), 3.0)]).to(dtype)
+        mine = spread(ones, sizes).requires_grad_()
+        mean = mine.mean()
+        mean.backward()
+        found["dtype"].append((mean.detach(), whole(mine.grad)))
+    for dtype in DTYPES[2:]:
+        many = spread(torch.ones(70_000, dtype=dtype), [35_000, 35_000, 0, 0]).requires_grad_()
+        mean = many.mean()
+        (1024 * mean).backward()
+        found["half"].append((float(mean.detach()), whole(many.grad)[0].double().item()))
+    for odd in (math.inf, math.nan):
+        found["odd"].append(spread(torch.tensor([1.0, odd]), [1, 0, 0, 1]).mean().item())
+    found["odd"].append(spread(torch.empty(0), [0] * WORKERS).mean().item())
+    x, y = values_of([9], 4), torch.arange(9) % 3
+    found["losses"] = losses(spread(x, [5, 2, 0, 2]), spread(y, [5, 2, 0, 2]))
+    with torch.no_grad():
+        found["plain"] = spread(torch.ones(2, requires_grad=True), [1, 1, 0, 0]).mean()
+    return found
 
-    def worker(which: Any, key: Any, gradient: Tensor | None) -> None:
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(plain)), view="local")
-        mine = piece(torch.arange(9), [5, 2, 2])
-        for _ in range(2):
-            losses = which(model(x[mine]), y[mine], model[0].weight)
-            losses[key]().backward(gradient)
 
-    def warned(*args: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            threads(worker, 3, *args)
-        return [str(warning.message) for warning in caught]
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return workers(work, WORKERS)
 
-    for key in threads(lambda: list(local_means(x, y, x)), 1)[0]:
-        messages = warned(local_means, key, None)
-        assert len(messages) == 3 and all(f"({key.strip()})" in m for m in messages), key
-        assert all("pyg_sar.mean() of the values per node" in m for m in messages)
-    for key in range(7):
-        assert warned(rightly_scaled, key, None) == [], key
-    assert warned(local_means, "NllLossBackward0", torch.tensor(1 / 3).double()) == []
+
+def test_means_and_their_gradients(results):
+    """Workers have unequal numbers of values, or none: it is no mean of their means."""
+    cases = [(sizes, columns) for sizes in SIZES for columns in ((), (3,), (2, 2))]
+    for k, (sizes, columns) in enumerate(cases):
+        values = values_of(sizes, *columns).requires_grad_()
+        expected = values.mean()
+        (-2.5 * expected).backward()
+        for found in results:
+            torch.testing.assert_close(
+                found["mean"][k][0], expected.detach(), rtol=1e-14, atol=1e-15
+            )
+            torch.testing.assert_close(found["mean"][k][1], values.grad, rtol=1e-14, atol=0)
+        assert len({float(found["mean"][k][0]) for found in results}) == 1, "to the bit"
+    assert not any(found["plain"].requires_grad for found in results)
+
+
+def test_means_keep_their_dtype(results):
+    """Counts and sums are exact: 257 is no number of bfloat16."""
+    right = (257 + 3 * 515) / 772
+    for dtype, *found in zip(DTYPES, *(f["dtype"] for f in results), strict=True):
+        for mean, gradient in found:
+            assert mean.dtype == gradient.dtype == dtype
+            assert abs(float(mean) - right) <= torch.finfo(dtype).eps * right
+            share = torch.full_like(gradient, 1 / 772).double()
+            assert torch.allclose(gradient.double(), share, rtol=2**-8)
+
+
+def test_means_count_beyond_half_precision(results):
+    """float16 ends at 65,504."""
+    for found in results:
+        for dtype, (mean, gradient) in zip(DTYPES[2:], found["half"], strict=True):
+            assert mean == 1 and abs(gradient / (1024 / 70_000) - 1) <= torch.finfo(dtype).eps
+
+
+def test_infinite_values_and_none_reach_everyone(results):
+    for infinite, nan, nothing in (found["odd"] for found in results):
+        assert infinite == math.inf and math.isnan(nan) and math.isnan(nothing)
+
+
+def test_accuracies(results):
+    for k, sizes in enumerate(SIZES):
+        y, out = torch.arange(sum(sizes)) % 3, values_of(sizes, 3)
+        expected = accuracies(out, y, values_of(sizes) > 0)
+        for found in results:
+            assert found["accuracy"][k] == pytest.approx(expected, rel=1e-15, nan_ok=True)
+
+
+def test_losses_that_average(results):
+    expected = losses(values_of([9], 4), torch.arange(9) % 3)
+    for found in results:
+        for name, parts in expected.items():
+            for mine, theirs in zip(found["losses"][name], parts, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12, msg=name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Partitions, make_graph, threads
+from oracle import Partitions, make_graph, parts
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch_geometric.data import Data, HeteroData
@@ -200,12 +200,12 @@ def stepped(model: nn.Module, data: Any) -> tuple[list[Tensor | None], list[Tens
     return gradients, [p.detach() for p in model.parameters()]
 
 
-def trained(root: Path, every: list[nn.Module], view: str, modes: list[int]) -> list[Any]:
-    data, found = pyg_sar.load_partition(root, view=view), []
+def trained(root: Path, every: list[nn.Module], modes: list[int]) -> list[Any]:
+    data, found = pyg_sar.load_partition(root), []
     for model in every:
         for mode in modes:
             own = copy.deepcopy(model)
-            dist = pyg_sar.distribute(own, SARPolicy(mode=mode), view=view)
+            dist = pyg_sar.distribute(own, SARPolicy(mode=mode))
             found.append(stepped(dist, data))
     return found
 
@@ -234,19 +234,15 @@ def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Pa
     right = [stepped(copy.deepcopy(model), data) for model in every]
     root = Partitions(tmp_path)(data, 2, "contiguous")
     for modes, found in (
-        (3, threads(trained, 2, root, every, "local", [1, 2, 3])),
-        (1, pyg_sar.launch(trained, 1, root, every, "local", [1], parts=2)),
-        (2, pyg_sar.launch(trained, 1, root, every, "global", [2, 3], parts=2)),
-        (1, pyg_sar.launch(trained, 2, root, every, "global", [1]) if some else []),
+        (3, parts(trained, 2, root, every, [1, 2, 3])),
+        (1, pyg_sar.launch(trained, 2, root, every, [1])),
     ):
         for got in found:
             same(got, right, every, modes)
 
 
 def all_trained(roots: list[Path]) -> list[Any]:
-    every = hetero_models()
-    views = [("local", [1, 3]), ("global", [2])]
-    return [[trained(root, every, *view) for view in views] for root in roots]
+    return [trained(root, hetero_models(), [1, 2, 3]) for root in roots]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -256,49 +252,13 @@ def test_gradients_of_relations_without_edges(tmp_path: Path) -> None:
     every = hetero_models()
     graphs = [hetero_graph(counts) for counts in ([0, 0, 0], [9, 0, 7], [9, 0, 0])]
     right = [[stepped(copy.deepcopy(model), data) for model in every] for data in graphs]
-    parts = {"a": torch.arange(8) // 4, "b": torch.zeros(6, dtype=torch.long)}
+    owners = {"a": torch.arange(8) // 4, "b": torch.zeros(6, dtype=torch.long)}
     roots = [tmp_path / str(number) for number in range(len(graphs))]
     for data, root in zip(graphs, roots, strict=True):
-        pyg_sar.write_partitions(data, 2, root, parts)
-    for worker in pyg_sar.launch(all_trained, 1, roots, parts=2):
-        for (local, whole), expected in zip(worker, right, strict=True):
-            same(local, expected, every, 2)
-            same(whole, expected, every, 1)
-
-
-def transformed(root: Path) -> list[str]:
-    data, found = pyg_sar.load_partition(root, view="local"), []
-    one = torch.ones(2, dtype=torch.float64)
-    for conv in (GCNConv, GATConv, SAGEConv):
-        layer = conv(data.num_features, 3).double()
-        layer = pyg_sar.distribute(layer, sum_gradients=False, view="local")
-        parameters = {name: 2 * p.detach() for name, p in layer.named_parameters()}
-
-        def run(s: Tensor, layer: Any = layer) -> Tensor:
-            return layer(data.x * s, data.edge_index).sum()
-
-        for call in (
-            lambda run=run: grad(run)(one[0]),
-            lambda run=run: vmap(run)(one),
-            lambda run=run: jvp(run, (one[0],), (one[0],)),
-            lambda run=run: jacrev(run)(one[0]),
-        ):
-            with pytest.raises(pyg_sar.errors.DistributedIndexError) as error:
-                call()
-            found.append(str(error.value))
-        out = functional_call(layer, parameters, (data.x, data.edge_index))
-        layer.load_state_dict(parameters)
-        expected = layer(data.x, data.edge_index)
-        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10, msg=conv.__name__)
-    return found
-
-
-def test_transforms_of_functions_are_refused(tmp_path: Path) -> None:
-    """``torch.func`` names the transform and what to do; ``functional_call`` is right."""
-    root = Partitions(tmp_path)(make_graph(), 2, "random")
-    for worker in threads(transformed, 2, root):
-        for text in worker:
-            assert "torch.func." in text and ("autograd.grad" in text or "loop" in text), text
+        pyg_sar.write_partitions(data, 2, root, owners)
+    for worker in parts(all_trained, 2, roots):
+        for found, expected in zip(worker, right, strict=True):
+            same(found, expected, every, 3)
 
 
 def replaced(model: nn.Module, data: Any, learns: bool) -> list[Tensor | None]:
@@ -333,15 +293,18 @@ def whole_models() -> list[nn.Module]:
     return [model.double() for model in found]
 
 
-def transformed_whole(root: Path) -> list[Any]:
+def transformed(root: Path) -> list[Any]:
     data, found = pyg_sar.load_partition(root), []
     for mode in (1, 2):
         for plain in whole_models():
             model = pyg_sar.distribute(plain, SARPolicy(mode=mode))
             found.append([replaced(model, data, learns) for learns in (True, False)])
             for call in transforms(model, data).values():
-                with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"torch\.func\."):
+                with pytest.raises(
+                    pyg_sar.errors.DistributedIndexError, match=r"torch\.func\."
+                ) as e:
                     call()
+                assert "autograd.grad" in str(e.value) or "loop" in str(e.value)
     torch.manual_seed(4)
     linear = pyg_sar.distribute(nn.Linear(6, 3).double())
     calls = transforms(linear, data)
@@ -356,5 +319,5 @@ def test_transforms_between_tensors_of_the_whole_graph(tmp_path: Path) -> None:
     calls = transforms(nn.Linear(6, 3).double(), data)
     expected = [2 * right, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
     root = Partitions(tmp_path)(data, 2, "random")
-    for worker in pyg_sar.launch(transformed_whole, 1, root, parts=2):
+    for worker in parts(transformed, 2, root):
         torch.testing.assert_close(worker, expected, rtol=1e-10, atol=1e-10)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import TOLERANCE, Partitions, error, make_graph, threads
+from oracle import TOLERANCE, Partitions, error, make_graph, parts, whole, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -73,21 +74,21 @@ def test_layers_that_were_built_in_the_parent_run_in_workers(graph: Data, root: 
     }  # once in one process, as everyone does
 
     def work(given: dict[str, MessagePassing]) -> Any:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         found = []
         for name, kind in own_classes_of(built).items():
             again = kind().double()
             again.load_state_dict(given[name].state_dict())
             for layer in (given[name], built[name], again):
                 plain = layer(torch.ones(2, CHANNELS).double(), torch.tensor([[0, 1], [1, 0]]))
-                out = pyg_sar.distribute(layer, view="local")(data.x, data.edge_index)
-                found.append((name, out.detach(), plain.detach()))
-        return data.n_id, found, given["of GCN"].lin
+                out = pyg_sar.distribute(layer)(data.x, data.edge_index)
+                found.append((name, whole(out.detach()), plain.detach()))
+        return found, given["of GCN"].lin
 
-    for n_id, found, lin in pyg_sar.launch(work, WORLD, built):
+    for found, lin in pyg_sar.launch(work, WORLD, built):
         assert len(found) == 3 * len(built) and torch.equal(lin.weight, built["of GCN"].lin.weight)
         for name, out, _ in found:
-            assert error(out, expected[name][n_id]) <= TOLERANCE, name
+            assert error(out, expected[name]) <= TOLERANCE, name
 
 
 def own_classes_of(built: dict[str, MessagePassing]) -> dict[str, type[MessagePassing]]:
@@ -155,42 +156,44 @@ KEEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def test_what_a_message_keeps_of_its_edges_is_refused_where_it_is_read(graph: Data, root: Path):
-    def worker(kind: type[Keeping], name: str, policy: SARPolicy) -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(kind(*KEEPS[name]), policy, view="local")
-        attribute = r"'(inner\.)?(saved|fresh|kept|pair|items|table|total)'"
-        for _ in range(2):  # as at first
-            with pytest.raises(DistributedIndexError, match=attribute) as caught:
-                layer(data.x, data.edge_index)
-            assert kind.__name__ in str(caught.value) and "mode=3" not in str(caught.value)
+    """What edge_update() keeps has a row per edge of the graph, and may be read."""
+    cases = list(product(KEEPS, [SARPolicy(mode=mode) for mode in (1, 2, 3)]))
+    plain = KeepingEdges(*KEEPS["new"])(graph.x, graph.edge_index)
 
-    for name in KEEPS:
-        for policy in (SARPolicy(), SARPolicy(mode=2), SARPolicy(mode=3)):
-            threads(worker, WORLD, Keeping, name, policy)
-    for policy in (SARPolicy(), SARPolicy(mode=3)):
-        threads(worker, WORLD, KeepingEdges, "new", policy)
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        attribute = r"'(inner\.)?(saved|fresh|kept|pair|items|table|total)'"
+        for name, policy in cases:
+            layer = pyg_sar.distribute(Keeping(*KEEPS[name]), policy)
+            for _ in range(2):  # as at first
+                with pytest.raises(DistributedIndexError, match=attribute) as caught:
+                    layer(data.x, data.edge_index)
+                assert "Keeping" in str(caught.value) and "mode=3" not in str(caught.value)
+        for policy in (SARPolicy(), SARPolicy(mode=3)):
+            layer = pyg_sar.distribute(KeepingEdges(*KEEPS["new"]), policy)
+            assert error(whole(layer(data.x, data.edge_index)), plain) <= TOLERANCE
+
+    workers(worker, WORLD)
     expected = {name: Keeping(*KEEPS[name])(graph.x, graph.edge_index) for name in KEEPS}
     assert all(bool(out.isfinite().all()) for out in expected.values())
 
 
 def test_what_nobody_reads_may_be_kept(graph: Data, root: Path):
-    def worker(policy: SARPolicy) -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(Keeping(KEEPS["new"][0], lambda s: 0), policy, view="local")
+    def run(layer: Any, data: Data) -> list[Tensor]:
         x = data.x.clone().requires_grad_()
         out = layer(x, data.edge_index)
         out.square().sum().backward()
-        again = layer(x, data.edge_index).detach()
-        return data.n_id, out.detach(), x.grad, again
+        return [whole(t.detach()) for t in (out, x.grad, layer(x, data.edge_index))]
 
-    x = graph.x.clone().requires_grad_()
-    expected = Keeping(KEEPS["new"][0], lambda s: 0)(x, graph.edge_index)
-    expected.square().sum().backward()
-    for policy in (SARPolicy(), SARPolicy(mode=3)):
-        for n_id, out, gradient, again in threads(worker, WORLD, policy):
-            assert error(out, expected.detach()[n_id]) <= TOLERANCE
-            assert error(again, expected.detach()[n_id]) <= TOLERANCE
-            assert error(gradient, x.grad[n_id]) <= TOLERANCE
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        made = (Keeping(KEEPS["new"][0], lambda s: 0) for _ in "ab")
+        policies = SARPolicy(), SARPolicy(mode=3)
+        return [run(pyg_sar.distribute(*g), data) for g in zip(made, policies, strict=True)]
+
+    expected = run(Keeping(KEEPS["new"][0], lambda s: 0), graph)
+    for found in (one for both in workers(worker, WORLD) for one in both):
+        assert max(map(error, found, expected)) <= TOLERANCE
 
 
 # Names #######################################################################
@@ -212,14 +215,13 @@ def named_model() -> torch.nn.Module:
     return own
 
 
-@pytest.mark.parametrize("view", ["local", "global"])
 @pytest.mark.parametrize("world", [1, WORLD])
-def test_a_model_prints_as_that_of_pyg(view: Any, world: int):
+def test_a_model_prints_as_that_of_pyg(world: int):
     expected = named_model()
 
     def worker() -> None:
         model = named_model()
-        pyg_sar.distribute(model, view=view)
+        pyg_sar.distribute(model)
         assert repr(model) == repr(expected)
         for mine, plain in zip(model.modules(), expected.modules(), strict=True):
             for part in ("__name__", "__qualname__", "__module__"):
@@ -227,21 +229,18 @@ def test_a_model_prints_as_that_of_pyg(view: Any, world: int):
         assert list(model.state_dict()) == list(expected.state_dict())
         assert isinstance(model.conv1, DistMessagePassing)
         assert isinstance(model.conv1, gnn.GCNConv)
-        assert repr(pyg_sar.distribute(model, view=view)) == repr(expected)  # once more
+        assert repr(pyg_sar.distribute(model)) == repr(expected)  # once more
 
-    if view == "global":  # whose random numbers are those of one process: not for threads
-        pyg_sar.run(worker, parts=world)
-    else:
-        threads(worker, world)
+    parts(worker, world)
 
 
 def test_errors_name_the_class_of_the_user(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        pyg_sar.distribute(Own(CHANNELS, 4).double(), view="local")(data.x[:3], data.edge_index)
+        data = pyg_sar.load_partition(root)
+        pyg_sar.distribute(Own(CHANNELS, 4).double())(data.x[:3], data.edge_index)
 
     with pytest.raises(WorkerError) as caught:
-        threads(worker, WORLD)
+        parts(worker, WORLD)
     notes = "\n".join(getattr(caught.value.__cause__, "__notes__", []))
     text = f"{caught.value}\n{notes}"
     assert "Own" in text and "DistOwn" not in text and "Own 'Own'" not in text

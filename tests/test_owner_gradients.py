@@ -19,7 +19,8 @@ from oracle import (
     one_pass,
     probe,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from test_pushed import stars
 from torch import Tensor
@@ -83,19 +84,18 @@ def test_gradients_equal_pyg(world: int, tmp_path: Path) -> None:
     sweep.check(network=False)
 
 
-def _changing(root: Path, layer: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
-    data, found = pyg_sar.load_partition(root, view="local"), []
-    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+def _changing(root: Path, layer: torch.nn.Module) -> list[Tensor | None]:
+    data, found = pyg_sar.load_partition(root), []
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
     weight = data.edge_weight.clone()
     for step in range(4):
         if step == 1:
-            weight *= data.e_id.add(1).sqrt()  # the same tensor
+            weight *= torch.arange(1, data.num_edges + 1).sqrt()  # the same tensor
         if step == 2:
             weight = weight + 1
         data.edge_weight = weight
-        result = one_pass(layer, data, data.n_id, pyg_sar.mean, (), ("edge_weight",))
-        found.append(result.x_grad)
-    return data.n_id, found
+        found.append(one_pass(layer, data, (), ("edge_weight",)).x_grad)
+    return found
 
 
 def test_weights_that_change(tmp_path: Path) -> None:
@@ -110,9 +110,8 @@ def test_weights_that_change(tmp_path: Path) -> None:
         given = data.clone()
         given.edge_weight = weight
         expected.append(single_process(layer, given, (), ("edge_weight",)).x_grad)
-    for ids, gradients in threads(_changing, 3, tmp_path / "parts", layer):
-        for gradient, right in zip(gradients, expected, strict=True):
-            assert error(gradient, right[ids], float(right.abs().max())) < 1e-10
+    for gradients in workers(_changing, 3, tmp_path / "parts", layer):
+        assert max(map(error, gradients, expected)) < 1e-10
 
 
 # What travels ################################################################
@@ -123,11 +122,11 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
 
     And rows that others need of this worker.
     """
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
     x = data.x.requires_grad_()
     arguments = (x, data.edge_index, data.edge_weight) if weighted else (x, data.edge_index)
-    layer(*arguments).sum().backward()
+    layer(*arguments).to_local().sum().backward()
     started, start = [0], HaloSink.open
 
     def counted(self: HaloSink, unit: int) -> list[Tensor]:
@@ -137,7 +136,7 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
     HaloSink.open = counted
     try:
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-            layer(*arguments).square().sum().backward()
+            layer(*arguments).to_local().square().sum().backward()
     finally:
         HaloSink.open = start
     found = {
@@ -146,7 +145,7 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
         for kind in HALO_KINDS
     }
     assert ledger.received_bytes(kind="plan") == ledger.resident_rows() == 0
-    plan = data.edge_index.plan
+    plan = data.edge_index.to_local().plan
     rows = {key: n for key, n in found.items() if n}
     return rows, started[0], plan.num_halo, sum(plan.send_counts)
 
@@ -171,12 +170,12 @@ def test_owners_read_gradients_of_targets(name: str, tmp_path: Path) -> None:
     make, weighted = SUMS[name]
     layer, size = make().double(), OUT * 8  # narrower than CHANNELS: rows are mapped first
     way = SARPolicy(prefetch=0)
-    workers = threads(_rows, 3, tmp_path / "parts", layer, way, weighted)
-    for rank, (found, started, halo, _) in enumerate(workers):
+    found_by = workers(_rows, 3, tmp_path / "parts", layer, way, weighted)
+    for rank, (found, started, halo, _) in enumerate(found_by):
         asked = _targets(data, part, rank, out=True)
         assert found == {("forward", "fetch"): halo * size, ("backward", "gradient"): asked * size}
         assert started == 0
-    off = threads(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0, push="off"), weighted)
+    off = workers(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0, push="off"), weighted)
     for found, started, halo, _ in off:
         assert found["forward", "fetch"] == halo * size
         assert started > 0
@@ -193,8 +192,8 @@ def test_attention_fetches_nothing_again(name: str, tmp_path: Path) -> None:
     row = HEADS * OUT
     source = {"gat": row + HEADS, "gatv2": row, "transformer": 2 * row}[name]
     layer = ATTENTION[name]().double()
-    workers = threads(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0), False)
-    for rank, (found, _, halo, given) in enumerate(workers):
+    found_by = workers(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0), False)
+    for rank, (found, _, halo, given) in enumerate(found_by):
         asked, told = (_targets(data, part, rank, out=out) for out in (True, False))
         law = {("forward", "fetch"): halo * source}
         if name == "gat":
@@ -208,10 +207,10 @@ def test_attention_fetches_nothing_again(name: str, tmp_path: Path) -> None:
 
 def _without_gradients(root: Path) -> tuple[int, int]:
     """Bytes of plans that inference takes, and of a training step after it."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     layers = [
-        pyg_sar.distribute(ATTENTION["gat"]().double(), view="local"),
-        pyg_sar.distribute(SUMS["gin"][0](), view="local"),
+        pyg_sar.distribute(ATTENTION["gat"]().double()),
+        pyg_sar.distribute(SUMS["gin"][0]()),
     ]
     x, found = data.x, []
     layers[1] = layers[1].double()
@@ -226,47 +225,28 @@ def _without_gradients(root: Path) -> tuple[int, int]:
 def test_inference_makes_nothing_for_backward_passes(tmp_path: Path) -> None:
     data = stars()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    for first, then in threads(_without_gradients, 3, tmp_path / "parts"):
+    for first, then in workers(_without_gradients, 3, tmp_path / "parts"):
         assert then > 2 * first  # edges by their sources' workers
 
 
-def _dtype(root: Path, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
+def _dtype(root: Path, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(
-        (ATTENTION[name] if name == "gat" else SUMS[name][0])().to(dtype), view="local"
-    )
+    layer = pyg_sar.distribute((ATTENTION[name] if name == "gat" else SUMS[name][0])().to(dtype))
     x = data.x.to(dtype).requires_grad_()
     out = layer(x, data.edge_index)
-    (out * probe(data.n_id, out)).sum().backward()
-    return data.n_id, out.detach(), x.grad
+    (out * probe(torch.arange(data.num_nodes), out)).sum().backward()
+    return whole(out.detach()), whole(x.grad)
 
 
 @pytest.mark.parametrize("name", ["sage", "gat"])
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 def test_other_dtypes(dtype: torch.dtype, most: float, name: str, tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    exact = threads(_dtype, 3, tmp_path / "parts", name, torch.float64)
-    for (_, out, grad), (_, right, right_grad) in zip(
-        threads(_dtype, 3, tmp_path / "parts", name, dtype), exact, strict=True
+    exact = workers(_dtype, 3, tmp_path / "parts", name, torch.float64)
+    for (out, grad), (right, right_grad) in zip(
+        workers(_dtype, 3, tmp_path / "parts", name, dtype), exact, strict=True
     ):
         assert out.dtype == grad.dtype == dtype
         assert error(grad.double(), right_grad, float(right_grad.abs().max())) < most
         assert error(out.double(), right, float(right.abs().max())) < most
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_processes_that_share_memory(
-    prefetch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    data, sweep = several(stars()), Sweep(3)
-    root = Partitions(tmp_path)(data, 3, "random")
-    policies = (SARPolicy(prefetch=prefetch),)
-    for name in ("sage", "graph conv"):
-        make, weighted = SUMS[name]
-        constants = ("edge_weight",) if weighted else ()
-        sweep.add(name, Job(make().double(), root, (), policies, constants), data)
-    for name in ("gat", "gatv2"):
-        sweep.add(name, Job(ATTENTION[name]().double(), root, (), policies), data)
-    sweep.check(backend="gloo")

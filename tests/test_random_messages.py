@@ -7,17 +7,17 @@ Two hundred programs in the ordinary run, the same ones every time; two thousand
 from __future__ import annotations
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
-from oracle import make_graph, node_losses
+from oracle import make_graph, node_losses, whole, workers
 from random_messages import (
     LOCAL_STATE,
     MIXING,
@@ -60,17 +60,17 @@ class Found:
     state: list[Any]
 
 
-def passes(layer: Any, data: Data, ids: Tensor, mean: Any) -> Found:
+def passes(layer: Any, data: Data) -> Found:
     """Two passes; the second knows what the first found out."""
     found = Found([], [], [], [], [])
     for _ in range(2):
         layer.zero_grad()
         x, attr = data.x.clone().requires_grad_(), data.edge_attr.clone().requires_grad_()
         out = layer(x, data.edge_index, data.edge_weight, attr)
-        mean(node_losses(out, ids)).backward()
-        found.outs.append(out.detach())
-        found.nodes.append(x.grad)
-        found.edges.append(attr.grad)
+        node_losses(out).mean().backward()
+        found.outs.append(whole(out.detach()))
+        found.nodes.append(whole(x.grad))
+        found.edges.append(whole(attr.grad))
         found.parameters += [None if p.grad is None else p.grad.clone() for p in layer.parameters()]
     found.state = layer.state()
     return found
@@ -84,31 +84,20 @@ def job_of(number: int) -> Job:
     return random_program(number), [SARPolicy(mode=3), random.Random(number).choice(POLICIES)]
 
 
-def worker(root: Path, jobs: Sequence[Job]) -> tuple[list[list[Found | str]], Tensor, Tensor]:
-    """What each job's program gave under each policy, or why not; and this worker's ids."""
-    data = pyg_sar.load_partition(root, view="local")
+def worker(root: Path, jobs: Sequence[Job]) -> list[list[Found | str]]:
+    """What each job's program gave under each policy, or why not."""
+    data = pyg_sar.load_partition(root)
     results = []
     for program, policies in jobs:
         mine: list[Found | str] = []
         for policy in policies:
-            layer = pyg_sar.distribute(build(program), policy, view="local")
+            layer = pyg_sar.distribute(build(program), policy)
             try:
-                mine.append(passes(layer, data, data.n_id, pyg_sar.mean))
+                mine.append(passes(layer, data))
             except (pyg_sar.errors.DistributedIndexError, ValueError) as error:
                 mine.append(f"{type(error).__name__}: {error}")
         results.append(mine)
-    return results, data.n_id, data.e_id
-
-
-def rows(workers: Sequence[tuple[Tensor, Tensor | None]], count: int) -> Tensor | None:
-    """All workers' rows in their global places."""
-    if any(found is None for _, found in workers):
-        return None
-    given = [(ids, found) for ids, found in workers if found is not None]
-    whole = given[0][1].new_full((count, *given[0][1].shape[1:]), float("nan"))
-    for ids, found in given:
-        whole[ids] = found
-    return whole
+    return results
 
 
 def apart(found: Tensor | None, expected: Tensor | None, scale: float) -> bool:
@@ -121,25 +110,16 @@ def apart(found: Tensor | None, expected: Tensor | None, scale: float) -> bool:
     return not bool((((found - expected).abs() <= TOLERANCE * scale) | both).all())
 
 
-def difference(found: list[Found], ids: Any, expected: Found) -> str:
+def difference(found: Found, expected: Found) -> str:
     """What is wrong, or an empty string."""
-    n_id, e_id = zip(*ids, strict=True)
-    sizes = {"outs": n_id, "nodes": n_id, "edges": e_id}
-    wrong = [f"state {f.state} for {expected.state}" for f in found if f.state != expected.state]
+    wrong = [f"state {found.state} for {expected.state}"] * (found.state != expected.state)
     scale = max([float(g.abs().max()) for g in expected.parameters if g is not None] + [1.0])
-    for name, where in sizes.items():
+    for name in ("outs", "nodes", "edges", "parameters"):
         for step, value in enumerate(getattr(expected, name)):
-            parts = [getattr(f, name)[step] for f in found]
-            whole = rows(list(zip(where, parts, strict=True)), sum(i.numel() for i in where))
             size = 1.0 if value is None else max(1.0, float(value.abs().max()))
-            wrong += [f"{name} {step}"] if apart(whole, value, size) else []
-    for number, value in enumerate(expected.parameters):
-        wrong += [
-            f"gradient {number} of rank {rank}"
-            for rank, f in enumerate(found)
-            if apart(f.parameters[number], value, scale)
-        ]
-    return ", ".join(dict.fromkeys(wrong))
+            size = scale if name == "parameters" else size
+            wrong += [f"{name} {step}"] * apart(getattr(found, name)[step], value, size)
+    return ", ".join(wrong)
 
 
 def judge(
@@ -147,22 +127,18 @@ def judge(
 ) -> tuple[list[str], list[list[str]]]:
     """What is wrong; and for each job and policy why it was refused, or an empty string."""
     pyg_sar.write_partitions(data, world, folder / "parts", part)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
-        workers = pyg_sar.launch(
-            worker, world, folder / "parts", jobs, backend="threads", timeout=60.0
-        )
-    ids = [(n_id, e_id) for _, n_id, e_id in workers]
+    found = workers(worker, world, folder / "parts", jobs)
     wrong: list[str] = []
     outcomes: list[list[str]] = []
     for k, (program, policies) in enumerate(jobs):
-        expected = passes(build(program), data, torch.arange(data.num_nodes), torch.mean)
+        expected = passes(build(program), data)
         outcomes.append([])
         for step, policy in enumerate(policies):
-            found = [results[k][step] for results, _, _ in workers]
-            refused = [f for f in found if isinstance(f, str)]
+            given = [results[k][step] for results in found]
+            refused = [one for one in given if isinstance(one, str)]
             outcomes[-1].append(refused[0] if refused else "")
-            problem = "" if refused else difference(found, ids, expected)  # type: ignore[arg-type]
+            problems = [] if refused else [difference(one, expected) for one in given]
+            problem = ", ".join(f"rank {rank}: {p}" for rank, p in enumerate(problems) if p)
             wrong += [f"{program} {policy}: {problem}"] if problem else []
     return wrong, outcomes
 
@@ -253,34 +229,34 @@ def make_aggregation(name: str) -> Any:
     return made.get(name, lambda: name)()
 
 
+def aggregating(name: str) -> Any:
+    own = OWN["apart"] if name == "own" else ""
+    return build(Program("own", ("return x_j * x_i",), own, make_aggregation(name)))
+
+
+def squares(layer: Any, data: Data) -> list[Tensor]:
+    x = data.x.clone().requires_grad_()
+    out = layer(x, data.edge_index, data.edge_weight, data.edge_attr)
+    out.square().sum().backward()
+    return [whole(out.detach()), whole(x.grad)]
+
+
 def test_mode_3_is_one_shot_for_every_aggregation(tmp_path: Path):
     """Edges come in the whole graph's order, also at workers whose nodes are in another."""
     data = graph(5).sort(sort_by_row=False)
     part = torch.tensor([0, 1, 2, 2, 1, 0] * 4) % 3  # rank 3 has nothing
 
     def shuffled(root: Path) -> list[list[Tensor]]:
-        mine = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.load_partition(root)
         found = []
         for name in AGGREGATED:
-            program = Program("own", ("return x_j * x_i",), OWN["apart"] if name == "own" else "",
-                              make_aggregation(name))  # fmt: skip
-            layer = pyg_sar.distribute(build(program), SARPolicy(mode=3), view="local")
-            order = torch.arange(mine.num_edges)
-            x = mine.x.clone().requires_grad_()
-            out = layer(x, mine.edge_index, mine.edge_weight[order], mine.edge_attr[order])
-            out.square().sum().backward()
+            layer = pyg_sar.distribute(aggregating(name), SARPolicy(mode=3))
+            found.append(squares(layer, mine))
             assert {c.strategy for c in layer._choices.values()} == {"one_shot"}
-            found.append([mine.n_id, out.detach(), x.grad])
         return found
 
     pyg_sar.write_partitions(data, 4, tmp_path / "parts", part)
-    workers = pyg_sar.launch(shuffled, 4, tmp_path / "parts", backend="threads", timeout=60.0)
-    for k, name in enumerate(AGGREGATED):
-        program = Program("own", ("return x_j * x_i",), OWN["apart"] if name == "own" else "",
-                          make_aggregation(name))  # fmt: skip
-        x = data.x.clone().requires_grad_()
-        out = build(program)(x, data.edge_index, data.edge_weight, data.edge_attr)
-        out.square().sum().backward()
-        for n_id, mine, gradient in (found[k] for found in workers):
-            assert torch.allclose(mine, out[n_id], 1e-10, 1e-10), name
-            assert torch.allclose(gradient, x.grad[n_id], 1e-10, 1e-10), name
+    expected = [squares(aggregating(name), data) for name in AGGREGATED]
+    for found in workers(shuffled, 4, tmp_path / "parts"):
+        for name, mine, right in zip(AGGREGATED, found, expected, strict=True):
+            assert all(map(partial(torch.allclose, rtol=1e-10, atol=1e-10), mine, right)), name

@@ -174,10 +174,10 @@ def test_an_empty_report_is_drawn_all_the_same(tmp_path):
 
 
 def train_with_report(folder: str) -> dict[str, Any]:
-    """On each worker (a thread): two reports of the same training with another ledger beside."""
-    data = pyg_sar.load_partition(f"{folder}/parts", view="local")
+    """On each worker: two reports of the same training with another ledger beside."""
+    data = pyg_sar.load_partition(f"{folder}/parts")
     comm = pyg_sar.comm.current()
-    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES), view="local")
+    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES))
     trainer = Trainer(model, data, CONFIG, comm=comm, callbacks=[Report(f"{folder}/report")])
     halo = []
 
@@ -206,7 +206,7 @@ def train_with_report(folder: str) -> dict[str, Any]:
 
 def test_bytes_and_memory_of_every_worker(tmp_path):
     pyg_sar.write_partitions(small_graph(), 3, tmp_path / "parts", method="random")
-    workers = pyg_sar.launch(train_with_report, 3, str(tmp_path), backend="threads")
+    workers = pyg_sar.launch(train_with_report, 3, str(tmp_path))
     metrics = read_metrics(tmp_path / "report")
     summary = read_json(tmp_path / "report", "summary.json")
     for m in metrics:
@@ -217,12 +217,12 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
     for rank, worker in enumerate(workers):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
-        # What is left are sums of losses and parameter gradients; an evaluation's sums, twelve
-        # values of 8 bytes; and two that it compares of each of the model's six parameters, and of
-        # its layers' settings.
+        # What is left are sums of losses and parameter gradients; of an evaluation three sums of
+        # 8 bytes for each split, and four such numbers by which each of the two layers compares
+        # the workers' calls.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
-        assert rest == [rest[0], rest[0] + (12 + 2 * 6 + 2) * 8] * 2
+        assert rest == [rest[0], rest[0] + (3 * 3 + 2 * 4) * 8] * 2
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)

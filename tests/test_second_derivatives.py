@@ -10,11 +10,12 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from oracle import TOLERANCE, assemble, error, gradient_scale, make_graph, set_policy
+from oracle import TOLERANCE, error, gradient_scale, make_graph, parts, set_policy, whole, workers
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import (
@@ -106,40 +107,38 @@ def atoms(seed: int = 0) -> Data:
     )
 
 
-# Losses of gradients: of a model, a part of the graph (or all of it), positions, and the mean #####
-
-Mean = Callable[[Tensor], Tensor]
+# Losses of gradients: of a model, a part of the graph (or all of it), and positions ###############
 
 
-def forces(model: Any, data: Data, pos: Tensor, mean: Mean) -> Tensor:
+def forces(model: Any, data: Data, pos: Tensor) -> Tensor:
     """A loss of forces, which are the derivative of a sum over atoms."""
     energy = model(data, pos)
     (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
-    return mean((gradient + data.force).square()) + mean(energy.square())
+    return (gradient + data.force).square().mean() + energy.square().mean()
 
 
-def curvature(model: Any, data: Data, pos: Tensor, mean: Mean) -> Tensor:
+def curvature(model: Any, data: Data, pos: Tensor) -> Tensor:
     """A loss of third order: forces, then the derivative of their squares."""
     energy = model(data, pos)
     (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
     (second,) = torch.autograd.grad(gradient.square().sum(), pos, create_graph=True)
-    return mean((10 * second).sin())
+    return (10 * second).sin().mean()
 
 
-def of_mean(model: Any, data: Data, pos: Tensor, mean: Mean) -> Tensor:
+def of_mean(model: Any, data: Data, pos: Tensor) -> Tensor:
     """The derivative of a function of a mean that is not linear in it."""
-    energy = mean(model(data, pos)).square()
+    energy = model(data, pos).mean().square()
     (gradient,) = torch.autograd.grad(energy, pos, create_graph=True)
-    return mean((1000 * gradient).sin())
+    return (1000 * gradient).sin().mean()
 
 
-def of_readouts(model: Any, data: Data, pos: Tensor, mean: Mean) -> Tensor:
+def of_readouts(model: Any, data: Data, pos: Tensor) -> Tensor:
     """The derivative of the mean energy of graphs, read out by sums and by maxima."""
     atoms = model(data, pos)
     energy = global_add_pool(atoms, data.batch, GRAPHS).tanh()
     energy = energy * global_max_pool(atoms, data.batch, GRAPHS)
-    (gradient,) = torch.autograd.grad(mean(energy), pos, create_graph=True)
-    return mean((1000 * gradient).sin())
+    (gradient,) = torch.autograd.grad(energy.mean(), pos, create_graph=True)
+    return (1000 * gradient).sin().mean()
 
 
 @dataclass
@@ -147,7 +146,7 @@ class Case:
     """A model and the loss of its gradients."""
 
     model: Potential
-    loss: Callable[[Any, Data, Tensor, Mean], Tensor]
+    loss: Callable[[Any, Data, Tensor], Tensor]
 
 
 def cases() -> list[Case]:
@@ -164,21 +163,20 @@ def cases() -> list[Case]:
 
 
 def one_step(
-    case: Case, model: Any, data: Data, mean: Mean
+    case: Case, model: Any, data: Data
 ) -> tuple[float, Tensor | None, dict[str, Tensor | None]]:
     pos = data.pos.clone().requires_grad_()
-    loss = case.loss(model, data, pos, mean)
+    loss = case.loss(model, data, pos)
     loss.backward()
-    return float(loss.detach()), pos.grad, {n: p.grad for n, p in model.named_parameters()}
+    return float(loss.detach()), whole(pos.grad), {n: p.grad for n, p in model.named_parameters()}
 
 
 def work(root: Any, policy: SARPolicy) -> list[Any]:
     torch.set_default_dtype(torch.float64)
     try:
-        data = pyg_sar.load_partition(root, view="local")
-        data.batch = pyg_sar.space.dist_batch(data.batch)
-        models = [(case, pyg_sar.distribute(case.model, policy, view="local")) for case in cases()]
-        return [data.n_id, [one_step(case, m, data, pyg_sar.mean) for case, m in models]]
+        data = pyg_sar.load_partition(root)
+        models = [(case, pyg_sar.distribute(case.model, policy)) for case in cases()]
+        return [one_step(case, m, data) for case, m in models]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -190,25 +188,20 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("world", "backend"), [(1, "threads"), (2, "gloo"), (3, "threads")])
-def test_losses_of_gradients_equal_those_of_one_process(world, backend, float64, tmp_path):
+@pytest.mark.parametrize(("world", "start"), [(1, parts), (2, workers), (3, parts)])
+def test_losses_of_gradients_equal_those_of_one_process(world, start, float64, tmp_path):
     data = atoms()
-    expected = [one_step(case, case.model, data, torch.mean) for case in cases()]
+    expected = [one_step(case, case.model, data) for case in cases()]
     # Of three workers the last has no node.
     part = torch.arange(ATOMS) * 7 % min(world, 2)
     pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
-    found = pyg_sar.launch(
-        work, world, tmp_path / "parts", ONE_SHOT, backend=backend, timeout=120.0
-    )
-    for k, (loss, pos_grad, gradients) in enumerate(expected):
-        assert pos_grad is not None and pos_grad.abs().max() > 1e-4
-        steps = [steps[k] for _, steps in found]
-        rows = zip((ids for ids, _ in found), (step[1] for step in steps), strict=True)
-        assert error(assemble(rows, ATOMS), pos_grad) <= TOLERANCE, k
-        scale = gradient_scale(gradients)
-        for mine, _, theirs in steps:
-            assert abs(mine - loss) <= TOLERANCE * abs(loss), k
-            wrong = {n: error(theirs[n], g, scale) for n, g in gradients.items()}
+    for steps in start(work, world, tmp_path / "parts", ONE_SHOT):
+        for k, (found, (loss, pos_grad, gradients)) in enumerate(zip(steps, expected, strict=True)):
+            assert pos_grad is not None and pos_grad.abs().max() > 1e-4
+            assert abs(found[0] - loss) <= TOLERANCE * abs(loss), k
+            assert error(found[1], pos_grad) <= TOLERANCE, k
+            scale = gradient_scale(gradients)
+            wrong = {n: error(found[2][n], g, scale) for n, g in gradients.items()}
             assert max(wrong.values()) <= TOLERANCE, (k, wrong)
 
 
@@ -252,11 +245,11 @@ def whole_pass(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     return x.grad
 
 
-def refused(root: Any, policy: SARPolicy) -> list[list[str]]:
-    data = pyg_sar.load_partition(root, view="local")
+def refused(root: Any, policies: list[SARPolicy]) -> list[list[str]]:
+    data = pyg_sar.load_partition(root)
     texts = []
-    for model in layers():
-        model = pyg_sar.distribute(model.double(), policy, view="local")
+    for policy, model in product(policies, layers()):
+        model = pyg_sar.distribute(model.double(), policy)
         texts.append([])
         for way in (linear, whole_pass):
             x = data.x.clone().requires_grad_()
@@ -267,18 +260,14 @@ def refused(root: Any, policy: SARPolicy) -> list[list[str]]:
     return texts
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_elsewhere_second_derivatives_are_refused_by_name(kernels, tmp_path):
+def test_elsewhere_second_derivatives_are_refused_by_name(tmp_path):
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
-    for mode in (1, 2):
-        policy = SARPolicy(mode=mode, kernels=kernels)
-        for texts in pyg_sar.launch(
-            refused, 2, tmp_path / "parts", policy, backend="threads", timeout=60.0
-        ):
-            for layer, found in zip(layers(), texts, strict=True):
-                assert len(found) == 2, layer
-                assert re.search(LAYER, found[0]), found[0]
-                assert re.search(f"{LAYER}|{PARAMETER}", found[1]), found[1]
+    policies = [SARPolicy(mode=m, kernels=k) for m, k in product((1, 2), ("auto", "off"))]
+    for texts in workers(refused, 2, tmp_path / "parts", policies):
+        for (policy, layer), found in zip(product(policies, layers()), texts, strict=True):
+            assert len(found) == 2, (layer, policy)
+            assert re.search(LAYER, found[0]), found[0]
+            assert re.search(f"{LAYER}|{PARAMETER}", found[1]), found[1]
 
 
 def test_on_one_process_kernels_refuse_and_pyg_is_exact():
@@ -292,7 +281,7 @@ def test_on_one_process_kernels_refuse_and_pyg_is_exact():
             return [x.grad, *(p.grad for p in model.parameters())]
 
         expected = second(copy.deepcopy(model))
-        converted = pyg_sar.distribute(copy.deepcopy(model), view="local")
+        converted = pyg_sar.distribute(copy.deepcopy(model))
         try:
             found = second(converted)
         except NotImplementedError as caught:

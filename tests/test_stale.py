@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hosted_workers import host
-from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, threads
+from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, parts, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -22,13 +21,13 @@ from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.train import TrainConfig, gradient_error
 from pyg_sar.train.wire_error import ALL
 
-WORLD = 3
+WORLD, NODES = 3, 50
 STALE = SARPolicy(mode=3, refresh_every=2, transform_first=False)
 
 
 @pytest.fixture(scope="module")
 def graph() -> Data:
-    return make_graph(50, 300)
+    return make_graph(NODES, 300)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +51,12 @@ class Weighted(MessagePassing):
         return torch.tanh(self.lin(x_j) * x_i[:, :1])
 
 
-def plain_step(layer: Any, ext: Tensor, data: Data, count: int) -> tuple[Tensor, ...]:
+def plain_step(layer: Any, ext: Tensor, edges: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
     """One worker's loss by plain PyG on its own edges: gradients of all rows, and of parameters."""
     ext = ext.clone().requires_grad_()
     layer.zero_grad()
-    edges = data.edge_index.as_subclass(Tensor)
-    out = layer((ext, ext[: data.num_nodes]), edges)
-    (node_losses(out, data.n_id).sum() / count).backward()
+    out = layer((ext, ext[: ids.numel()]), edges)
+    (node_losses(out, ids).sum() / NODES).backward()
     return out.detach(), ext.grad, *(p.grad for p in layer.parameters())
 
 
@@ -75,9 +73,10 @@ def test_steps_with_and_without_exchange(name: str, root: Path, graph: Data):
 
     def worker() -> None:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        halo = halo_gather(data.n_id, data.edge_index.plan)[data.num_nodes :]
-        layer = pyg_sar.distribute(copy.deepcopy(plain), STALE, view="local")
+        data = pyg_sar.load_partition(root)
+        ids, index = data.x.rows.ids, data.edge_index.to_local()
+        halo = halo_gather(ids, index.plan)[ids.numel() :]
+        layer = pyg_sar.distribute(copy.deepcopy(plain), STALE)
         own = copy.deepcopy(plain)
         kept_rows = kept_sums = None
         sent = []
@@ -86,42 +85,39 @@ def test_steps_with_and_without_exchange(name: str, root: Path, graph: Data):
                 for parameter in layer.parameters():
                     parameter.add_(0.0)  # An optimizer's step.
             layer.zero_grad()
-            x = whole[data.n_id].requires_grad_()
+            x = pyg_sar.from_local(whole[ids], data).requires_grad_()
             with pyg_sar.Ledger(comm) as ledger:
                 out = layer(x, data.edge_index)
-                losses = node_losses(out, data.n_id)
-                pyg_sar.mean(losses).backward()
+                node_losses(out).mean().backward()
             sent.append(sum(ledger.sent_bytes(kind=kind) for kind in ("fetch", "gradient")))
-            number = int(comm.all_reduce(torch.tensor(losses.numel())))
+            found, found_gradient = out.detach().to_local(), x.grad.to_local()
             if k % 2 == 0:
                 kept_rows = whole[halo]
             expected, gradient, *parameters = plain_step(
-                own, torch.cat([whole[data.n_id], kept_rows]), data, number
+                own, torch.cat([whole[ids], kept_rows]), index.as_subclass(Tensor), ids
             )
-            assert torch.allclose(out.detach(), expected, rtol=1e-10, atol=1e-12)
+            assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
             if k % 2 == 0:  # What came from others is what is not of the own edges.
-                kept_sums = x.grad - gradient[: data.num_nodes]
-                exact = pyg_sar.distribute(
-                    copy.deepcopy(plain), replace(STALE, refresh_every=1), view="local"
-                )
-                y = whole[data.n_id].requires_grad_()
-                pyg_sar.mean(node_losses(exact(y, data.edge_index), data.n_id)).backward()
+                kept_sums = found_gradient - gradient[: ids.numel()]
+                exact = pyg_sar.distribute(copy.deepcopy(plain), replace(STALE, refresh_every=1))
+                y = pyg_sar.from_local(whole[ids], data).requires_grad_()
+                node_losses(exact(y, data.edge_index)).mean().backward()
                 assert torch.equal(y.grad, x.grad)
             assert torch.allclose(
-                x.grad, gradient[: data.num_nodes] + kept_sums, rtol=1e-9, atol=1e-12
+                found_gradient, gradient[: ids.numel()] + kept_sums, rtol=1e-9, atol=1e-12
             )
-            for (key, found), part in zip(layer.named_parameters(), parameters, strict=True):
+            for (key, parameter), part in zip(layer.named_parameters(), parameters, strict=True):
                 total = comm.all_reduce(part.clone())
                 if k % 2 and name == "gat" and key != "bias":
                     continue  # GAT maps rows before they travel: kept gradients meet new features.
-                assert torch.allclose(found.grad, total, rtol=1e-9, atol=1e-12), key
+                assert torch.allclose(parameter.grad, total, rtol=1e-9, atol=1e-12), key
         assert sent[0] > 0 and sent[1] == 0 and sent[2] == sent[0]
         layer.eval()  # Evaluation is exact, and leaves what is kept.
         with torch.no_grad():
-            found = layer(data.x, data.edge_index)
-        assert torch.allclose(found, plain(graph.x, graph.edge_index)[data.n_id], atol=1e-12)
+            exact_out = layer(data.x, data.edge_index)
+        assert torch.allclose(exact_out, plain(graph.x, graph.edge_index), atol=1e-12)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 class Net(torch.nn.Module):
@@ -138,19 +134,17 @@ def test_the_meter_measures_the_next_step(root: Path):
 
     def worker() -> list[float]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         errors, results = [], []
         for measures in (True, False):
             torch.manual_seed(1)
-            model = pyg_sar.distribute(
-                Net().double(), SARPolicy(mode=3, refresh_every=3), view="local"
-            )
+            model = pyg_sar.distribute(Net().double(), SARPolicy(mode=3, refresh_every=3))
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
             def step(model: Any = model, optimizer: Any = optimizer) -> None:
                 optimizer.zero_grad()
                 out = model(data.x, data.edge_index)
-                pyg_sar.mean(node_losses(out, data.n_id)).backward()
+                node_losses(out).mean().backward()
 
             for _ in range(7):
                 if measures:
@@ -175,7 +169,7 @@ def test_the_meter_measures_the_next_step(root: Path):
         assert all(map(torch.equal, *results))
         return errors
 
-    first, *others = threads(worker, WORLD)
+    first, *others = workers(worker, WORLD)
     assert all(other == first for other in others)
     assert [error == 0 for error in first] == [k % 3 == 0 for k in range(7)]
     assert max(first) > 1e-3
@@ -185,16 +179,16 @@ def test_in_a_training(root: Path):
     config = TrainConfig(epochs=4, lr=0.01, eval_every=2)
 
     def worker(every: int) -> Any:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         torch.manual_seed(1)
         policy = SARPolicy(mode=3, refresh_every=every, measure_every=1)
-        model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 8, 2, 3).double(), policy, view="local")
+        model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 8, 2, 3).double(), policy)
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             result = pyg_sar.Trainer(model, data, config).fit()
         return [errors[ALL] for errors in ledger.gradient_errors], result.losses
 
-    stale, losses = threads(worker, WORLD, 2)[0]
-    exact, true = threads(worker, WORLD, 1)[0]
+    stale, losses = workers(worker, WORLD, 2)[0]
+    exact, true = workers(worker, WORLD, 1)[0]
     assert exact == [] and [error > 0 for error in stale] == [False, True, False, True]
     assert losses[0] == true[0] and losses[1] != true[1]
 
@@ -209,31 +203,30 @@ def test_what_is_not_supported_is_refused(root: Path, graph: Data):
         pyg_sar.verify(gnn.SAGEConv(CHANNELS, OUT), graph, 2, policy=STALE)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
         layer(data.x, data.edge_index)
         with pytest.raises(ValueError, match="called twice without an optimizer step"):
             layer(data.x, data.edge_index)
-        layer = pyg_sar.distribute(gnn.SimpleConv(), STALE, view="local")
+        layer = pyg_sar.distribute(gnn.SimpleConv(), STALE)
         with pytest.raises(ValueError, match="has no parameter to train"):
             layer(data.x, data.edge_index)
         x = data.x.clone().requires_grad_()
-        layer = pyg_sar.distribute(Weighted().double(), STALE, view="local")
+        layer = pyg_sar.distribute(Weighted().double(), STALE)
         (gradient,) = torch.autograd.grad(layer(x, data.edge_index).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
-        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
         with pytest.raises(Exception, match="refresh_every=2.*message flow graph"):
+            pyg_sar.train.check_flow(layer, data, flow)
             layer(flow.x, flow.edge_index)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
     with pytest.raises(Exception, match="parts that a worker hosts in turn"):
-        host(hosted, WORLD, root)
+        parts(hosted, WORLD, root)
 
 
 def hosted(root: Path) -> None:
-    data = pyg_sar.load_partition(root, view="local")
-    pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")(
-        data.x, data.edge_index
-    )
+    data = pyg_sar.load_partition(root)
+    pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)(data.x, data.edge_index)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,13 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    apart,
     error,
     make_graph,
     one_pass,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import Linear, ReLU, Sequential
@@ -32,7 +37,9 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm import current
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels import ops
+from pyg_sar.tensors import NodeTensor
 
 NARROW = 2
 WEIGHT, TYPE = ("edge_weight",), ("edge_type",)
@@ -130,11 +137,10 @@ def test_exact(world: int, graph: Data, partitions: Partitions) -> None:
 
 
 def halves(root: Path, layer: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     data.x = data.x.bfloat16()
-    model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
-    found = one_pass(model, data, data.n_id, pyg_sar.mean)
-    return data.n_id, found, model._transforms_first
+    model = pyg_sar.distribute(copy.deepcopy(layer))
+    return one_pass(model, data), model._transforms_first
 
 
 def distance(found: Any, expected: Any) -> float:
@@ -150,38 +156,35 @@ def test_half_precision_loses_no_more_than_pyg(root: Path, graph: Data) -> None:
         single_process(layer, narrow),
         single_process(copy.deepcopy(layer).double(), graph),
     )
-    workers = threads(halves, 3, root, layer)
-    out = torch.empty_like(plain.out)
-    for ids, found, first in workers:
+    for found, first in workers(halves, 3, root, layer):
         assert first and found.out.dtype == torch.bfloat16
-        out[ids] = found.out
+        assert distance(found.out, exact.out) <= 2 * distance(plain.out, exact.out)
         for name, gradient in exact.parameter_grads.items():
             theirs = distance(plain.parameter_grads[name], gradient)
             assert distance(found.parameter_grads[name], gradient) <= 2 * theirs, name
-    assert distance(out, exact.out) <= 2 * distance(plain.out, exact.out)
 
 
-def forces(root: Path, layer: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3), view="local")
+def forces(model: Any, data: Data) -> list[Tensor]:
     x = data.x.clone().requires_grad_()
-    out = pyg_sar.nn.global_add_pool(model(x, data.edge_index).square())
-    (force,) = torch.autograd.grad(pyg_sar.mean(out.sum().view(1)), x, create_graph=True)
-    pyg_sar.mean(force.square().sum(1)).backward()
-    return data.n_id, x.grad, [p.grad for p in model.parameters()], model._transforms_first
+    out = gnn.global_add_pool(model(x, data.edge_index).square(), None)
+    (force,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    force.square().sum(1).mean().backward()
+    return [whole(x.grad), *(p.grad for p in model.parameters())]
 
 
 def test_second_derivatives(root: Path, graph: Data) -> None:
     layer = gnn.SAGEConv(CHANNELS, NARROW).double()
-    plain = copy.deepcopy(layer)
-    x = graph.x.clone().requires_grad_()
-    (force,) = torch.autograd.grad(plain(x, graph.edge_index).square().sum(), x, create_graph=True)
-    force.square().sum(1).mean().backward()
-    for ids, gradient, parameters, taken in threads(forces, 3, root, layer):
-        assert taken
-        torch.testing.assert_close(gradient, x.grad[ids], rtol=1e-9, atol=1e-9)
-        for mine, parameter in zip(parameters, plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, parameter.grad, rtol=1e-9, atol=1e-9)
+
+    def worker() -> list[Tensor]:
+        model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
+        found = forces(model, pyg_sar.load_partition(root))
+        assert model._transforms_first
+        return found
+
+    expected = forces(copy.deepcopy(layer), graph)
+    for found in workers(worker, 3):
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
 # Bytes ########################################################################
@@ -189,94 +192,110 @@ def test_second_derivatives(root: Path, graph: Data) -> None:
 BOTH_PASSES = {("forward", "fetch"), ("backward", "gradient")}
 
 
-def bytes_of(
-    root: Path,
-    layer: torch.nn.Module,
-    policy: SARPolicy,
-    learns: bool,
-    learned: tuple[str, ...] = (),
-    constants: tuple[str, ...] = (),
-) -> Any:
-    """Bytes of a second pass by (phase, kind), the halo's rows, and whether it transforms first."""
-    comm = current()
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
-    conv = next(m for m in model.modules() if isinstance(m, gnn.MessagePassing))
-    width = getattr(conv, "in_channels", CHANNELS)
-    x = data.x[:, :1].repeat(1, width).requires_grad_(learns)
-    tensors = {name: data[name].requires_grad_() for name in learned}
-    tensors |= {name: data[name] for name in constants}
-    with pyg_sar.Ledger(comm) as ledger:
-        for _ in range(2):
-            before = {
-                (phase, kind): ledger.received_bytes(phase=phase, kind=kind)
-                for phase in ("forward", "backward")
-                for kind in ("fetch", "refetch", "gradient", "reduce")
-            }
-            out = model(x, data.edge_index, **tensors)
-            pyg_sar.mean(out.square().sum(-1)).backward()
-    found = {
-        (phase, kind): ledger.received_bytes(phase=phase, kind=kind) - bytes_before
-        for (phase, kind), bytes_before in before.items()
-    }
-    plan = data.edge_index.plan
+@dataclass
+class Run:
+    """A layer and how it runs."""
+
+    layer: torch.nn.Module
+    policy: SARPolicy
+    learns: bool = True
+    learned: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+
+
+def bytes_of(root: Path, runs: list[Run]) -> tuple[list[Any], int, int]:
+    """Bytes of a second pass by (phase, kind), and whether the layer transforms first.
+
+    And rows of the halo, and rows that others need of this worker.
+    """
+    data, comm, results = pyg_sar.load_partition(root), current(), []
+    for run in runs:
+        model = pyg_sar.distribute(copy.deepcopy(run.layer), run.policy)
+        conv = next(m for m in model.modules() if isinstance(m, gnn.MessagePassing))
+        width = getattr(conv, "in_channels", CHANNELS)
+        x = data.x[:, :1].repeat(1, width).requires_grad_(run.learns)
+        tensors = {name: data[name].clone().requires_grad_() for name in run.learned}
+        tensors |= {name: data[name] for name in run.constants}
+        with pyg_sar.Ledger(comm) as ledger:
+            for _ in range(2):
+                before = {
+                    (phase, kind): ledger.received_bytes(phase=phase, kind=kind)
+                    for phase in ("forward", "backward")
+                    for kind in ("fetch", "refetch", "gradient", "reduce")
+                }
+                out = model(x, data.edge_index, **tensors)
+                out.square().sum(-1).mean().backward()
+        found = {
+            (phase, kind): ledger.received_bytes(phase=phase, kind=kind) - bytes_before
+            for (phase, kind), bytes_before in before.items()
+        }
+        results.append((found, conv._transforms_first))
+    plan = data.edge_index.to_local().plan
     sends = sum(plan.send_rows(peer).numel() for peer in range(comm.world_size))
-    return found, plan.num_halo, sends, conv._transforms_first
+    return results, plan.num_halo, sends
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("kind", ["sage", "graph"])
-def test_bytes_by_the_law(kind: str, first: bool, mode: int, root: Path) -> None:
+def counted(root: Path, runs: list[Run]) -> list[Any]:
+    """What workers say that send all rows to each other."""
+    with apart():
+        return workers(bytes_of, 3, root, runs)
+
+
+def test_bytes_by_the_law(root: Path) -> None:
     """``H F' b`` come in, ``H F' b`` go back, and nothing is fetched twice (case 1)."""
-    make = {"sage": gnn.SAGEConv, "graph": gnn.GraphConv}[kind]
-    policy = SARPolicy(mode=mode, push="off", transform_first=first)
-    row = (40 if first else 256) * 8
-    for found, halo, sends, taken in threads(
-        bytes_of, 3, root, make(256, 40).double(), policy, True
-    ):
-        assert taken is first and halo > 0
-        law = {("forward", "fetch"): halo * row, ("backward", "gradient"): sends * row}
-        assert {key: n for key, n in found.items() if n} == law
+    makers = gnn.SAGEConv(256, 40), gnn.GraphConv(256, 40)
+    runs = [
+        Run(layer.double(), SARPolicy(mode=mode, push="off", transform_first=first))
+        for layer, first, mode in product(makers, (True, False), (1, 2, 3))
+    ]
+    for results, halo, sends in counted(root, runs):
+        assert halo > 0
+        for run, (found, taken) in zip(runs, results, strict=True):
+            assert taken is run.policy.transform_first
+            row = (40 if taken else 256) * 8
+            law = {("forward", "fetch"): halo * row, ("backward", "gradient"): sends * row}
+            assert {key: n for key, n in found.items() if n} == law, run
 
 
-@pytest.mark.parametrize("out", [100, 128, 200])
-def test_constant_features_are_mapped_where_both_passes_take_less(out: int, root: Path) -> None:
+def test_constant_features_are_mapped_where_both_passes_take_less(root: Path) -> None:
     """PyG's order sends 256 numbers once; mapped, ``out`` numbers travel both ways."""
-    policy = SARPolicy(mode=1, push="off")
-    layer = gnn.SAGEConv(256, out).double()
-    for found, halo, sends, taken in threads(bytes_of, 3, root, layer, policy, False):
-        first = 2 * out < 256
-        assert taken is first
-        law = {("forward", "fetch"): halo * (out if first else 256) * 8}
-        if first:
-            law["backward", "gradient"] = sends * out * 8
-        assert {key: n for key, n in found.items() if n} == law
+    policy, widths = SARPolicy(mode=1, push="off"), (100, 128, 200)
+    runs = [Run(gnn.SAGEConv(256, out).double(), policy, learns=False) for out in widths]
+    for results, halo, sends in counted(root, runs):
+        for out, (found, taken) in zip(widths, results, strict=True):
+            first = 2 * out < 256
+            assert taken is first
+            law = {("forward", "fetch"): halo * (out if first else 256) * 8}
+            if first:
+                law["backward", "gradient"] = sends * out * 8
+            assert {key: n for key, n in found.items() if n} == law
 
 
 def saved_numbers(root: Path, first: bool) -> tuple[list[torch.Tensor], int, int, bool]:
     """Outputs and gradients of a square layer, the numbers that autograd keeps, and rows."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     layer = gnn.SAGEConv(64, 64).double()
-    conv = pyg_sar.distribute(layer, SARPolicy(transform_first=first), view="local")
+    conv = pyg_sar.distribute(layer, SARPolicy(transform_first=first))
     x = data.x[:, :1].repeat(1, 64).requires_grad_()
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel()
+        local = tensor.to_local() if isinstance(tensor, NodeTensor) else tensor
+        kept[local.data_ptr()] = local.numel()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = conv(x, data.edge_index)
-    pyg_sar.mean(out.square().sum(-1)).backward()
+    out.square().sum(-1).mean().backward()
     gradients = [p.grad for p in conv.parameters() if p.grad is not None]
-    return [out.detach(), x.grad, *gradients], sum(kept.values()), len(x), conv._transforms_first
+    found = [whole(out.detach()), whole(x.grad), *gradients]
+    return found, sum(kept.values()), len(x.to_local()), conv._transforms_first
 
 
 def test_a_square_map_goes_first_and_keeps_no_sums(root: Path) -> None:
     """Autograd keeps the rows alone, in place of the rows and their sums; the numbers are equal."""
-    both = (threads(saved_numbers, 3, root, first) for first in (True, False))
+    both = (workers(saved_numbers, 3, root, first) for first in (True, False))
     for (found, kept, rows, took), (expected, more, _, not_taken) in zip(*both, strict=True):
         assert took and not not_taken and rows > 0
         assert more - kept == rows * 64
@@ -284,30 +303,32 @@ def test_a_square_map_goes_first_and_keeps_no_sums(root: Path) -> None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_takes_less(name: str, root: Path) -> None:
+def test_every_layer_takes_less(root: Path) -> None:
     """By the difference of the widths, for each sum and halo row, in both passes."""
-    make, learned, constants, sums = LAYERS[name]
-    layer = make().double()
-    narrow = 3 if name in ("gin", "gin, mlp") else NARROW
-    first, last = (
-        threads(bytes_of, 3, root, layer, policy, True, learned, constants)
-        for policy in (SARPolicy(push="off"), SARPolicy(push="off", transform_first=False))
-    )
-    own_halos = "rgcn" in name or "reversed" in name  # of a relation; of edges that went elsewhere
-    for (mine, halo, sends, taken), (theirs, _, _, not_taken) in zip(first, last, strict=True):
-        assert taken and not not_taken
-        saved = {key: (theirs[key] - n) // (8 * (CHANNELS - narrow)) for key, n in mine.items()}
-        rows = {"fetch": sums * halo, "gradient": sums * sends}
-        for (phase, kind), count in saved.items():
-            where = (name, phase, kind)
-            if not own_halos and (phase, kind) in BOTH_PASSES:
-                assert count == rows[kind], where
-            elif own_halos:
-                assert mine[phase, kind] * CHANNELS == theirs[phase, kind] * narrow, where
-            else:
-                again = (phase, kind) == ("backward", "refetch") and learned
-                assert count == (halo if again else 0), where
+    policies = SARPolicy(push="off"), SARPolicy(push="off", transform_first=False)
+    runs = [
+        Run(make().double(), policy, True, learned, constants)
+        for make, learned, constants, _ in LAYERS.values()
+        for policy in policies
+    ]
+    for results, halo, sends in counted(root, runs):
+        pairs = zip(results[::2], results[1::2], strict=True)
+        for (name, case), ((mine, taken), (theirs, not_taken)) in zip(
+            LAYERS.items(), pairs, strict=True
+        ):
+            assert taken and not not_taken, name
+            narrow = 3 if name in ("gin", "gin, mlp") else NARROW
+            own_halos = "rgcn" in name or "reversed" in name  # of a relation; of edges gone away
+            for (phase, kind), n in mine.items():
+                count = (theirs[phase, kind] - n) // (8 * (CHANNELS - narrow))
+                where = (name, phase, kind)
+                if own_halos:
+                    assert n * CHANNELS == theirs[phase, kind] * narrow, where
+                elif (phase, kind) in BOTH_PASSES:
+                    assert count == case[3] * (halo if kind == "fetch" else sends), where
+                else:
+                    again = (phase, kind) == ("backward", "refetch") and case[1]
+                    assert count == (halo if again else 0), where
 
 
 # Left alone ###################################################################
@@ -325,6 +346,12 @@ class OwnForward(gnn.SAGEConv):
 
 def nothing(*_: Any) -> None:
     pass
+
+
+def own_map() -> torch.nn.Module:
+    layer = gnn.SAGEConv(CHANNELS, NARROW)
+    layer.lin_l.forward = partial(type(layer.lin_l).forward, layer.lin_l)
+    return layer
 
 
 def with_hook(register: str, part: str = "") -> torch.nn.Module:
@@ -346,14 +373,9 @@ LEFT: dict[str, Callable[[], torch.nn.Module]] = {
     "own message": lambda: OwnMessage(CHANNELS, NARROW),
     "own forward": lambda: OwnForward(CHANNELS, NARROW),
     "parametrized": parametrized,
-    "forward hook": lambda: with_hook("register_forward_hook", "lin_l"),
-    "forward pre-hook": lambda: with_hook("register_forward_pre_hook", "lin_l"),
-    "backward hook": lambda: with_hook("register_full_backward_hook", "lin_l"),
-    "backward pre-hook": lambda: with_hook("register_full_backward_pre_hook", "lin_l"),
-    "propagate hook": lambda: with_hook("register_propagate_forward_pre_hook"),
+    "own forward of the map": own_map,
     "message hook": lambda: with_hook("register_message_forward_hook"),
     "aggregate hook": lambda: with_hook("register_aggregate_forward_pre_hook"),
-    "aggregation's hook": lambda: with_hook("register_forward_hook", "aggr_module"),
     "gin, no linear map first": lambda: gnn.GINConv(Sequential(ReLU(), Linear(CHANNELS, NARROW))),
     "tag of one power": lambda: gnn.TAGConv(CHANNELS, NARROW, K=0),
     "sg, cached": lambda: gnn.SGConv(CHANNELS, NARROW, cached=True),
@@ -361,25 +383,40 @@ LEFT: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def taken(root: Path, layers: dict[str, torch.nn.Module]) -> dict[str, bool]:
-    data, found = pyg_sar.load_partition(root, view="local"), {}
-    for name, layer in layers.items():
-        model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+HOOKS: dict[str, Callable[[], torch.nn.Module]] = {
+    "forward hook": lambda: with_hook("register_forward_hook", "lin_l"),
+    "forward pre-hook": lambda: with_hook("register_forward_pre_hook", "lin_l"),
+    "backward hook": lambda: with_hook("register_full_backward_hook", "lin_l"),
+    "backward pre-hook": lambda: with_hook("register_full_backward_pre_hook", "lin_l"),
+    "propagate hook": lambda: with_hook("register_propagate_forward_pre_hook"),
+    "aggregation's hook": lambda: with_hook("register_forward_hook", "aggr_module"),
+}
+
+
+def taken(root: Path) -> dict[str, bool]:
+    data, found = pyg_sar.load_partition(root), {}
+    for name, make in LEFT.items():
+        model = pyg_sar.distribute(make().double())
         model(data.x, data.edge_index)
         found[name] = model._transforms_first
+    for make in HOOKS.values():
+        with pytest.raises(DistributedIndexError, match="has a hook in '"):
+            pyg_sar.distribute(make().double())(data.x, data.edge_index)
     return found
 
 
 def test_what_is_left_alone(root: Path, graph: Data, partitions: Partitions) -> None:
-    """Rows that something watches, or that a map doesn't narrow, are PyG's; and exact."""
+    """Rows that something watches, or that a map doesn't narrow, are PyG's; and exact.
+
+    Hooks that would see a worker's rows are refused.
+    """
     sweep = Sweep(3)
-    layers = {name: make().double() for name, make in LEFT.items()}
-    for worker in threads(taken, 3, root, layers):
+    for worker in workers(taken, 3, root):
         assert worker == dict.fromkeys(LEFT, False)
-    for name, layer in layers.items():
+    for name, make in LEFT.items():
         # A cache takes no gradient; PyG's linear map doesn't load what it saves if parametrized.
         if name not in ("sg, cached", "parametrized"):
-            sweep.add(name, Job(layer, root, (), MODES[:1]), graph)
+            sweep.add(name, Job(make().double(), root, (), MODES[:1]), graph)
     sweep.check()
 
 
@@ -407,98 +444,99 @@ OWN_ROWS: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def made_at_own_rows(root: Path) -> dict[str, list[int]]:
-    data, found = pyg_sar.load_partition(root, view="local"), {}
+    data, found = pyg_sar.load_partition(root), {}
     for name, make in OWN_ROWS.items():
         watched = make().double()
         linear = watched.lin_r if hasattr(watched, "lin_r") else watched.lin_root
-        linear.register_forward_hook(nothing)
+        linear.forward = partial(type(linear).forward, linear)
         counts = []
         for layer in (make().double(), watched):
-            model = pyg_sar.distribute(layer, view="local")
+            model = pyg_sar.distribute(layer)
             model(data.x, data.edge_index)  # The first call looks at the message, too.
             with Sizes() as sizes:
                 out = model(data.x, data.edge_index)
             products = ("aten::mm", "aten::add.Tensor", "aten::add", "aten::addmm")
-            counts.append(sum(n == out.numel() for op, n in sizes.made if op in products))
+            counts.append(
+                sum(n == out.to_local().numel() for op, n in sizes.made if op in products)
+            )
         found[name] = counts
     return found
 
 
 @pytest.mark.skipif(not ops.built, reason="needs the C++ kernels")
 def test_the_product_of_own_rows_is_added_in_place(root: Path) -> None:
-    """Neither it nor the sum with it is a tensor of its own; a hook on the map gets it from PyG."""
-    for worker in threads(made_at_own_rows, 3, root):
+    """Neither it nor the sum with it is a tensor of its own; a map that has
+    a forward of its own gets it from PyG."""
+    for worker in workers(made_at_own_rows, 3, root):
         for name, (ours, watched) in worker.items():
             assert (ours, watched) == (1, 3), name  # The other product is one in either case.
 
 
-def shared(root: Path) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW), view="local")
+def shared(root: Path) -> tuple[Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(data.x.float(), data.edge_index)
     mixed = layer._transforms_first
     layer = gnn.SAGEConv(CHANNELS, NARROW, bias=False).double()
     layer.lin_r = layer.lin_l
-    model = pyg_sar.distribute(layer, view="local")
+    model = pyg_sar.distribute(layer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert list(before) == ["lin_l.weight", "lin_r.weight"]
     seen: list[Any] = []
     model.register_forward_hook(lambda _, given, out: seen.append((given[0].size(1), out.size(1))))
     out = model(data.x, data.edge_index)
-    plain = copy.deepcopy(layer)
-    same = all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
-    return mixed, model._transforms_first, seen, same, list(before), plain, data.n_id, out.detach()
+    assert not mixed and model._transforms_first and seen == [(CHANNELS, NARROW)]
+    twin = copy.deepcopy(layer)
+    assert "forward" not in twin.lin_l.__dict__ and "propagate" not in twin.__dict__
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    return whole(out.detach()), before["lin_l.weight"]
 
 
 def test_state_hooks_of_the_layer_and_shared_maps(root: Path, graph: Data) -> None:
     """A map that is called twice maps the second time; its ``forward`` is there again."""
-    for mixed, first, seen, same, names, plain, ids, out in threads(shared, 3, root):
-        assert not mixed and first and same
-        assert seen == [(CHANNELS, NARROW)]
-        assert names == ["lin_l.weight", "lin_r.weight"]
-        assert "forward" not in plain.lin_l.__dict__ and "propagate" not in plain.__dict__
-        weight = plain.lin_l.weight.detach()
-        means = gnn.SimpleConv(aggr="mean")(graph.x, graph.edge_index)
-        torch.testing.assert_close(out, ((means + graph.x) @ weight.t())[ids], rtol=1e-10, atol=0)
+    means = gnn.SimpleConv(aggr="mean")(graph.x, graph.edge_index)
+    for out, weight in workers(shared, 3, root):
+        torch.testing.assert_close(out, (means + graph.x) @ weight.t(), rtol=1e-10, atol=0)
 
 
 def unlike(root: Path) -> None:
-    data = pyg_sar.load_partition(root, view="local")
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW).double(), view="local")
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW).double())
     if current().rank == 1:
-        layer.lin_l.register_forward_hook(nothing)
+        layer.register_message_forward_hook(nothing)
     layer(data.x, data.edge_index)
 
 
 def test_a_hook_on_one_worker_is_named(root: Path) -> None:
     with pytest.raises(Exception, match="called differently on the workers"):
-        threads(unlike, 3, root)
+        workers(unlike, 3, root)
 
 
 # Uses #########################################################################
 
 
 def hetero(root: Path) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     kinds = [("a", "to", "b"), ("b", "to", "a")]
     model = gnn.HeteroConv({kind: gnn.SAGEConv((-1, -1), NARROW) for kind in kinds})
     x = {"a": data.x, "b": torch.cat([data.x, data.x], 1)}
     edges = dict.fromkeys(kinds, data.edge_index)
     pyg_sar.nn.initialize(model.double(), x, edges)
-    model = pyg_sar.distribute(model, view="local")
+    model = pyg_sar.distribute(model)
     out = model(x, edges)["b"]
     conv = next(iter(model.convs.values()))
-    return data.n_id, out.detach(), conv._transforms_first, conv.state_dict()
+    return whole(out.detach()), conv._transforms_first, conv.state_dict()
 
 
 def test_bipartite_lazy_layers_of_heterogeneous_models(root: Path, graph: Data) -> None:
-    for ids, out, first, state in threads(hetero, 3, root):
+    for out, first, state in workers(hetero, 3, root):
         assert first
         plain = gnn.SAGEConv((CHANNELS, 2 * CHANNELS), NARROW).double()
         plain.load_state_dict(state)
-        whole = plain((graph.x, torch.cat([graph.x, graph.x], 1)), graph.edge_index)
-        torch.testing.assert_close(out, whole[ids].detach(), rtol=1e-10, atol=1e-10)
+        right = plain((graph.x, torch.cat([graph.x, graph.x], 1)), graph.edge_index)
+        torch.testing.assert_close(out, right.detach(), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
@@ -506,14 +544,14 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch, graph: Data) -> None:
     """With kernels rows are mapped first; a small graph runs as PyG's own, to the bit."""
     plain = gnn.SAGEConv(CHANNELS, NARROW).double()
     expected = single_process(plain, graph)
-    layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
-    found = one_pass(layer, graph, torch.arange(50), torch.mean)
+    layer = pyg_sar.distribute(copy.deepcopy(plain))
+    found = one_pass(layer, graph)
     assert layer._transforms_first
     assert error(found.out, expected.out) < 1e-12
     assert error(found.x_grad, expected.x_grad) < 1e-12
     monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", graph.num_edges + 1)
-    layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
-    found = one_pass(layer, graph, torch.arange(50), torch.mean)
+    layer = pyg_sar.distribute(copy.deepcopy(plain))
+    found = one_pass(layer, graph)
     assert torch.equal(found.out, expected.out)
     for name, gradient in expected.parameter_grads.items():
         assert torch.equal(found.parameter_grads[name], gradient)

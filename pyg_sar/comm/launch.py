@@ -231,13 +231,14 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _send_generated_by_value() -> None:
-    """Lets cloudpickle send the functions that PyG has generated for layers' classes by value.
+    """Lets cloudpickle send the functions that PyG has generated for modules' classes by value.
 
-    PyG writes ``propagate`` and ``edge_updater`` of a class to a temporary file when a layer of it
-    is first built, and imports it under a name that no other process can import.
+    PyG writes ``propagate`` and ``edge_updater`` of a layer's class, and ``forward`` of a
+    ``Sequential``, to a temporary file when one is first built, and imports it under a name that no
+    other process can import.
     """
     for name, module in list(sys.modules.items()):
-        if name.endswith(("_propagate", "_edge_updater")):
+        if name.endswith(("_propagate", "_edge_updater")) or "sequential_Sequential_" in name:
             file = os.path.basename(getattr(module, "__file__", None) or "")
             if file.startswith(f"{name}_"):
                 cloudpickle.register_pickle_by_value(module)

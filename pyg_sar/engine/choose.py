@@ -222,8 +222,8 @@ def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
     if tensor.size(0) != edge_index.size(1):
         raise ValueError(
             f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')} for "
-            f"{counted(edge_index.size(1), 'edges')} at rank {edge_index.plan.rank}; pass this "
-            "worker's edge attributes, as pyg_sar.load_partition returns them"
+            f"{counted(edge_index.size(1), 'edges')} at rank {edge_index.plan.rank}: pass "
+            "a tensor of the graph's edges, with a row for each of them"
         )
 
 

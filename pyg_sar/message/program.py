@@ -108,8 +108,8 @@ def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: in
     if not -dims <= axis < dims or value.size(axis) != nodes:
         raise ValueError(
             f"Expected '{name}' to hold the {counted(nodes, 'nodes')} of rank {rank} "
-            f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
-            "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
+            f"on its axis {axis} (got shape {list(value.shape)}): pass a tensor of the graph's "
+            "nodes, with a row for each of them"
         )
 
 

@@ -1,253 +1,146 @@
-"""``NodeEmbedding``: trainable rows for the nodes of this worker."""
+"""Parameters with a row per node: node tensors, of which each worker owns its rows.
+
+[Note: owned rows] A parameter with a row per node is a :class:`~pyg_sar.tensors.NodeTensor` as all
+else with such rows: of the whole graph's shape, while each worker holds its rows of it, of its
+gradient and of an optimizer's state. Its gradient is complete at the rows' owner, so that nothing
+is summed, compared or copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.models import LightGCN
 from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import PygSarError
-from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
-from pyg_sar.wording import counted
+from pyg_sar.tensors import NodeTensor, Rows, wrap
 
 _DRAWN = 2**20  # numbers that are drawn at a time
 
 
 class NodeEmbedding(torch.nn.Embedding):
-    r"""One trainable vector for each of this worker's nodes: :math:`\mathbf{W}_p \in
-    \mathbb{R}^{n_p \times d}`, the rows ``n_id`` of one process' :math:`\mathbf{W}`.
+    r"""``torch.nn.Embedding(num_nodes, d)``, of which each worker makes its own rows only.
 
-    Each worker owns its rows: :func:`~pyg_sar.distribute` neither copies nor compares them, and
-    their gradients, which are complete on their worker, are not summed. An optimizer holds its
-    state of these rows only. :func:`~pyg_sar.train.save_checkpoint` writes all workers' rows.
+    One trainable vector for each node of the whole graph: ``weight`` is a tensor of the whole graph
+    :math:`\mathbf{W} \in \mathbb{R}^{N \times d}` of which each worker holds the rows
+    :math:`\mathbf{W}_p \in \mathbb{R}^{n_p \times d}` of its nodes, and so of the gradient and of
+    what an optimizer keeps. A ``torch.nn.Embedding(data.num_nodes, d)`` becomes the same by
+    :func:`~pyg_sar.distribute`; until then each worker holds all of it.
 
     .. code-block:: python
 
-        self.embedding = pyg_sar.nn.NodeEmbedding(data.num_nodes, 64, n_id=data.n_id)
+        data = pyg_sar.load_partition("parts")
+        self.embedding = pyg_sar.nn.NodeEmbedding(data.num_nodes, 64)
         ...
         x = self.embedding()          # [num_nodes, 64], as x = data.x would be
 
-    Args:
-        num_rows: This worker's nodes :math:`n_p` (of one type).
-        embedding_dim: Width :math:`d`.
-        n_id: Their global ids. With these, checkpoints fit any partition and number of workers;
-            without, only the same.
-        num_nodes: The nodes (of that type) of the whole graph. With it and ``n_id`` the rows are
-            those that :class:`torch.nn.Embedding` of so many rows draws on the CPU of one process
-            with the same seed, and generators are left as there. Each worker draws all of them, a
-            block at a time. Without, every worker draws others.
-        **kwargs: ``device`` and ``dtype``.
-    """
+    The rows are those that one process draws on the CPU with the same seed, and generators are left
+    as there. Each worker draws all of them, a block at a time.
 
-    owned_rows = ("weight",)
-    n_id: Tensor | None = None
-    num_nodes: int | None = None
+    Args:
+        num_nodes: The nodes :math:`N` (of one type) of the whole graph that was loaded.
+        embedding_dim: Width :math:`d`.
+        device: Of the rows; by default this worker's.
+        dtype: Of the rows.
+
+    Raises:
+        ValueError: When no graph with so many nodes was loaded.
+    """
 
     def __init__(
         self,
-        num_rows: int,
+        num_nodes: int,
         embedding_dim: int,
-        n_id: Tensor | None = None,
-        *,
-        num_nodes: int | None = None,
-        **kwargs: Any,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        if num_nodes is not None and n_id is None:
-            raise ValueError("'num_nodes' says nothing without 'n_id': pass n_id=data.n_id, too")
-        # Drawn once, when the ids are known: each draw moves the generator on.
-        place = {name: kwargs.pop(name) for name in ("device", "dtype") if name in kwargs}
-        empty = torch.empty(num_rows, embedding_dim, **place)
-        super().__init__(num_rows, embedding_dim, _weight=empty, **kwargs)
-        self.n_id, self.num_nodes = n_id, num_nodes
-        ids_of(self, num_rows)
+        comm = current()
+        place: dict[str, Any] = {"device": device or comm.device, "dtype": dtype}
+        if comm.world_size == 1:
+            super().__init__(num_nodes, embedding_dim, **place)
+            return
+        rows: Rows | None = comm.layouts.get(num_nodes)
+        if rows is None:
+            raise ValueError(
+                f"NodeEmbedding({num_nodes}, {embedding_dim}): no graph with so many nodes (of a "
+                f"type) was loaded at rank {comm.rank}, only with {sorted(comm.layouts)}: call "
+                "load_partition() first, and give data.num_nodes"
+            )
+        empty = wrap(torch.empty(rows.count, embedding_dim, **place), rows, 0)
+        super().__init__(num_nodes, embedding_dim, _weight=empty)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws standard normal rows, which leaves all generators alike. See ``num_nodes``."""
-        if self.n_id is not None and self.num_nodes is not None:
-            draw_rows(self.weight, self.n_id, self.num_nodes)
-            return
-        seed = int(torch.randint(2**62, ()))
-        try:
-            rank = current().rank
-        except PygSarError:
-            rank = 0
-        generator = torch.Generator().manual_seed((seed + rank) % 2**63)
+        """Draws standard normal rows: those of one process."""
         weight = self.weight
-        drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-        with torch.no_grad():
-            weight.copy_(drawn)
+        if isinstance(weight, NodeTensor):
+            weight.copy_(wrap(draw_rows(weight.local, weight.rows), weight.rows, 0))
+        else:
+            super().reset_parameters()
 
-    def forward(self, index: Tensor | None = None) -> Tensor:
-        """Returns the rows of these local node ids; of all nodes by default."""
-        return self.weight if index is None else super().forward(index)
+    def forward(self, input: Tensor | None = None) -> Tensor:
+        """Returns the rows of these nodes, by ids in the whole graph; of all nodes by default."""
+        return self.weight if input is None else super().forward(input)
 
 
-@torch.no_grad()
-def draw_rows(weight: Tensor, n_id: Tensor, num_nodes: int) -> None:
-    """Rows of ``torch.empty(num_nodes, d).normal_()``, to the bit, without the whole matrix.
+def draw_rows(like: Tensor, rows: Rows) -> Tensor:
+    """Returns rows of ``torch.empty(N, d).normal_()``, to the bit, without the whole matrix.
 
     [Note: blocks of normal numbers] On the CPU torch turns 16 uniform numbers into 16 normal ones
     at a time, one group after the other. So blocks of a multiple of 16 numbers are those of the
     whole; and where 16 does not divide the number of all, the last 16 are drawn once more.
 
     Args:
-        weight: Gets the rows, ``[n, d]``.
-        n_id: Which these are, ``[n]``.
-        num_nodes: Rows of the matrix.
-
-    Raises:
-        ValueError: When it does not have such rows.
+        like: Has the shape of this worker's rows ``[n, d]``, and their dtype.
+        rows: Which these are.
     """
-    low, high = (int(v) for v in n_id.aminmax()) if n_id.numel() else (0, -1)
-    if low < 0 or high >= num_nodes:
-        raise ValueError(f"'n_id' holds the nodes {low} to {high}, but 'num_nodes' is {num_nodes}")
-    ids, width = n_id.cpu(), weight.size(1)
-    rows = torch.empty(weight.shape, dtype=weight.dtype)
+    ids, width = rows.ids.cpu(), like.size(1)
+    out = torch.empty(like.shape, dtype=like.dtype)
     order = ids.argsort()
     ascending = ids[order]
     step = 16 * max(_DRAWN // max(16 * width, 1), 1)
     start = 0
-    while start < num_nodes:
+    while start < rows.total:
         # Fewer than 16 numbers would be drawn in another way: the last block takes them in.
-        stop = start + step if (num_nodes - start - step) * width >= 16 else num_nodes
-        block = torch.empty(stop - start, width, dtype=weight.dtype).normal_()
+        stop = start + step if (rows.total - start - step) * width >= 16 else rows.total
+        block = torch.empty(stop - start, width, dtype=like.dtype).normal_()
         first, last = torch.searchsorted(ascending, torch.tensor([start, stop])).tolist()
-        rows[order[first:last]] = block[ascending[first:last] - start]
+        out[order[first:last]] = block[ascending[first:last] - start]
         start = stop
-    weight.copy_(rows)
+    return out.to(like.device)
 
 
-def claim_rows(model: torch.nn.Module) -> None:
-    """Makes the per-node parameters of PyG's own models owned: LightGCN's and LINKX's.
+@torch.no_grad()
+def own_rows(model: torch.nn.Module, comm: Communicator) -> None:
+    """Makes per-node parameters of a model node tensors. See [Note: owned rows].
 
-    They are built with this worker's number of nodes, ``LightGCN(data.num_nodes, ...)``.
+    Those of embeddings, and of LINKX's adjacency, with as many rows as a graph that was loaded has
+    nodes. They stay the objects that they are, which an optimizer may know already.
+
+    Args:
+        model: Built for the whole graph, alike on all workers.
+        comm: The workers.
     """
     for module in model.modules():
-        if isinstance(module, LightGCN) and type(module.embedding) is torch.nn.Embedding:
-            module.embedding.__class__ = NodeEmbedding
-        elif isinstance(module, SparseLinear):
-            object.__setattr__(module, "owned_rows", ("weight",))
-
-
-@torch.no_grad()
-def own_rows(
-    model: torch.nn.Module | Callable[[int], torch.nn.Module],
-    n_id: Tensor,
-    names: Iterable[str] = (),
-) -> torch.nn.Module:
-    """Cuts per-node parameters of a model of the whole graph to this worker's rows.
-
-    For models that are built alike on every worker, or loaded, with the number of nodes of the
-    whole graph. Call it before the optimizer is made and before :func:`~pyg_sar.distribute`. With
-    the same seed the parameters are those of one process. The whole parameter is in memory until
-    it is cut; :class:`NodeEmbedding` never needs that.
-
-    .. code-block:: python
-
-        model = own_rows(lambda n: LINKX(n, 64, 64, 7, num_layers=2), data.n_id)
-
-    Args:
-        model: Has PyG's ``LightGCN`` or ``LINKX`` somewhere, or embeddings in ``names``. Or a
-            function that builds it for a number of nodes, which is called with those of all
-            workers: all of them call this then.
-        n_id: The global ids of this worker's nodes.
-        names: :class:`torch.nn.Embedding` modules with a row per node, by their names.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        ValueError: When there is nothing to cut, a name is wrong, or there are too few rows.
-    """
-    if not isinstance(model, torch.nn.Module):
-        count = torch.tensor([n_id.numel()], device=current().device)
-        current().all_reduce(count, label=("", "", "number of nodes"))
-        with torch.enable_grad():
-            model = model(int(count))
-    claim_rows(model)
-    for name in names:
-        module = dict(model.named_modules()).get(name)
-        if not isinstance(module, torch.nn.Embedding):
-            raise ValueError(f"Expected 'names' to name embeddings of the model (got {name!r})")
-        module.__class__ = NodeEmbedding
-    found = list(owned_parameters(model))
-    if not found:
-        raise ValueError("The model has no per-node parameters; name its embeddings in 'names'")
-    for name, module, parameter in found:
-        if n_id.numel() and int(n_id.max()) >= parameter.size(0):
-            raise ValueError(
-                f"'{name}' has {counted(parameter.size(0), 'rows')}, but 'n_id' holds the node "
-                f"{int(n_id.max())}; build the model for the whole graph"
-            )
-        rows = parameter[n_id.to(parameter.device)].clone()
-        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(rows))
-        object.__setattr__(module, "n_id", n_id)
         if isinstance(module, torch.nn.Embedding):
-            module.num_embeddings = rows.size(0)
-    return model
+            plain = module.padding_idx is None and module.max_norm is None and not module.sparse
+            if not plain or module.scale_grad_by_freq:
+                continue
+        elif not isinstance(module, SparseLinear):
+            continue
+        weight: Any = module.weight
+        rows = comm.layouts.get(weight.size(0))
+        if rows is None or isinstance(weight, NodeTensor) or weakref.getweakrefs(weight):
+            continue
+        owned = torch.nn.Parameter(_cut(weight, rows), weight.requires_grad)
+        if weight.grad is not None:
+            owned.grad = _cut(weight.grad, rows)
+        torch.utils.swap_tensors(weight, owned)
 
 
-def gather_embedding(
-    embedding: torch.nn.Embedding, n_id: Tensor, comm: Communicator | None = None
-) -> torch.nn.Embedding | None:
-    """Returns all workers' rows as a plain embedding of the whole graph, on rank 0. Collective.
-
-    Args:
-        embedding: This worker's rows.
-        n_id: Their global ids.
-        comm: The workers (:func:`pyg_sar.comm.group.current`).
-
-    Returns:
-        On rank 0 an :class:`torch.nn.Embedding` on the CPU whose row i is that of node i, so that
-        its ``state_dict`` fits a model of one process. ``None`` on the others.
-
-    Raises:
-        ValueError: When ids don't fit the rows.
-    """
-    comm = comm or current()
-    if tuple(n_id.shape) != (embedding.weight.size(0),):
-        raise ValueError(
-            "Expected 'n_id' to hold the global ids of the "
-            f"{counted(embedding.weight.size(0), 'rows')} of rank {comm.rank} (got shape "
-            f"{list(n_id.shape)}); pass data.n_id"
-        )
-    parts = gather_to_first(embedding.weight, comm)
-    ids = gather_to_first(n_id, comm)
-    if comm.rank != 0:
-        return None
-    return torch.nn.Embedding.from_pretrained(in_global_order(parts, ids), freeze=False)
-
-
-@torch.no_grad()
-def scatter_embedding(
-    whole: torch.nn.Embedding | Tensor, embedding: torch.nn.Embedding, n_id: Tensor
-) -> None:
-    """Takes this worker's rows from an embedding of the whole graph. Communicates nothing.
-
-    Args:
-        whole: The embedding, or its weight ``[N, d]``, the same on every worker.
-        embedding: Gets the rows.
-        n_id: Their global ids.
-
-    Raises:
-        ValueError: When shapes or ids don't fit.
-    """
-    weight = whole if isinstance(whole, Tensor) else whole.weight
-    own = embedding.weight
-    if tuple(n_id.shape) != (own.size(0),) or weight.shape[1:] != own.shape[1:]:
-        raise ValueError(
-            f"Can't take rows of shape {list(own.shape)} for {list(n_id.shape)} ids from an "
-            f"embedding of shape {list(weight.shape)}; pass data.n_id and an embedding as wide"
-        )
-    if n_id.numel() and int(n_id.max()) >= weight.size(0):
-        raise ValueError(
-            f"'n_id' holds the node {int(n_id.max())}, but the embedding has {weight.size(0)} "
-            "rows; pass one of the whole graph"
-        )
-    own.copy_(weight[n_id.to(weight.device)])
+def _cut(x: Tensor, rows: Rows) -> NodeTensor:
+    return wrap(rows.cut(x.detach(), 0).clone(), rows, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -41,7 +41,8 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
-from pyg_sar.nn.registry import names_of
+from pyg_sar.nn.norm import own_rows_only
+from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -90,7 +91,9 @@ class _Call:
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
-        self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        by_type = [v for v in (*args, *kwargs.values()) if isinstance(v, dict)]
+        types = [t.rows for d in by_type for t in d.values() if isinstance(t, NodeTensor)]
+        self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         if any(r.compared is not None and module not in r.compared for r in self.known):
             raise DistributedIndexError(
                 f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
@@ -116,15 +119,20 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any) -> Any:
-        """Returns a tensor as what this worker's computation takes."""
+    def local(self, value: Any, gathered: bool = False) -> Any:
+        """Returns a tensor as what this worker's computation takes.
+
+        Args:
+            value: The tensor.
+            gathered: It is all rows of a tensor that has none of the edges or their nodes.
+        """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(value.full_tensor())
+                return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -149,11 +157,13 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], axis % value.dim())
-            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+            mine = gathered or value.dim() > 1
+            if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -187,8 +197,11 @@ class _Call:
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
         layer: Any = self.module
-        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        several = self.comm.world_size > 1
+        learns = torch.is_grad_enabled() and several
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        if several and not learns:
+            layer.shared_parameters.compare(layer, self.comm)
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
@@ -203,6 +216,10 @@ class _Call:
             for name, parameter in module._parameters.items()
             if id(parameter) in swapped
         ]
+        relations = vars(layer).get("_edge_type")  # PyG's to_hetero_with_bases leaves it there.
+        if isinstance(relations, Tensor):
+            places.append((vars(layer), "_edge_type", relations))
+            swapped[id(relations)] = self.local(relations)
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
@@ -286,8 +303,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "data of load_partition(root, view='local')"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
+                "tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -302,8 +319,7 @@ class _Call:
                 f"{self.comm.rank}), and gave one tensor"
             )
         backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
-        turned = backwards != (edges.index.dist_row == 1)
-        return edges.sources if turned and edges.index.bipartite else edges.targets
+        return edges.sources if backwards else edges.targets
 
     def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
         """Returns a result and the attention on each edge (``return_attention_weights``)."""
@@ -315,7 +331,7 @@ class _Call:
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
-                f"(rank {self.comm.rank}): call it on data of load_partition(root, view='local')"
+                f"(rank {self.comm.rank}): add or remove loops before write_partitions()"
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
@@ -429,7 +445,7 @@ def _refuse_local(module: Any, *given: Any) -> None:
     if comm.world_size > 1:
         raise DistributedIndexError(
             f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
-            "data of load_partition(root), or convert the model by distribute(model, view='local')"
+            "data.edge_index of load_partition(root), not its to_local()"
         )
 
 
@@ -456,7 +472,8 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
+        explaining = explained(self, args, kwargs)
+        with _policy_of_parts(self), explaining, call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -485,7 +502,10 @@ class GlobalPropagation(DistMessagePassing):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
         args, kwargs = without_matrix(self, args, kwargs)
-        return torch.nn.Module.__call__(self, *args, **kwargs)
+        edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
+        keeps = edges and self.policy.refresh_every > 1
+        with keeping_rows(self, edges) if keeps else nullcontext():
+            return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
@@ -496,7 +516,7 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        with _policy_of_parts(self), call.parameters():
+        with _policy_of_parts(self), call.parameters(), own_rows_only():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -558,6 +578,21 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 @cache

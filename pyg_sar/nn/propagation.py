@@ -365,6 +365,6 @@ def refuse_local_ids(layer: Any, plan: HaloPlan, x: Any) -> None:
     if (x[0] if isinstance(x, tuple) else x) is None and plan.world_size > 1:
         raise ValueError(
             f"{title_of(layer)} got x=None at rank {plan.rank}, and would take this worker's "
-            "nodes for nodes 0, 1, ... of the graph: pass x=data.n_id, with as many "
+            "nodes for nodes 0, 1, ... of the graph: pass torch.arange(num_nodes), with as many "
             "in_channels as the graph has nodes"
         )

@@ -25,7 +25,8 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.gradients import post_totals
-from pyg_sar.reduction.parameters import attribute_rows
+from pyg_sar.reduction.parameters import attribute_rows, check_tensors, replicas
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tensors.boundary import summed_gradients
 
 
@@ -81,6 +82,26 @@ class SharedParameters:
             self._take(comm)
         return {id(p): self._taken[id(p)][2] for p in wanted}
 
+    def compare(self, layer: torch.nn.Module, comm: Communicator) -> None:
+        """Compares the workers' models where no backward pass will. Collective.
+
+        Once in a call of the model: when its first layer is called.
+
+        Args:
+            layer: The layer that is called.
+            comm: The communicator.
+
+        Raises:
+            ValueError: on every worker, when some differ.
+        """
+        if next((one for _, one in self.layers()), None) is layer:
+            named = [
+                (f"{name}.{own}", tensor)
+                for name, one in self.layers()
+                for own, tensor in replicas(one)
+            ]
+            check_tensors(named, self.settings(), comm)
+
     def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
         """Lets functions that get one of a model's parameters find these.
 
@@ -89,7 +110,8 @@ class SharedParameters:
             model: The model.
         """
         for name, parameter in model.named_parameters():
-            comm.shared_parameters[parameter] = weakref.ref(self), name
+            if not isinstance(parameter, NodeTensor):
+                comm.shared_parameters[parameter] = weakref.ref(self), name
 
     def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
         """Returns what functions compute with in the place of a parameter outside of layers.
@@ -147,7 +169,8 @@ def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     for name, module in layer.named_modules():
         for own, parameter in module._parameters.items():
-            rows = isinstance(module, SparseLinear) and own == "weight"
+            rows = isinstance(parameter, NodeTensor)
+            rows = rows or (isinstance(module, SparseLinear) and own == "weight")
             if parameter is not None and parameter.requires_grad and not rows:
                 yield f"{name}.{own}" if name else own, parameter
 
@@ -179,7 +202,7 @@ class _Shared(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.given = comm, owner, named
         ctx.set_materialize_grads(False)
-        return tuple(v.view_as(v) for v in values)
+        return tuple(v.detach() for v in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -41,7 +41,6 @@ from pyg_sar.reduction.parameters import (
     hooks_are_forgotten,
     in_space,
     marks,
-    owned_parameters,
     reconcile,
     refuse_node_hooks,
     refuse_wrapped,
@@ -80,8 +79,6 @@ class ParameterHook(ABC):
             raise other_view(f"An input of {type(model).__name__}", self.comm.rank)
         self._copying = None
         self.settle()
-        for name, _, rows in owned_parameters(model):
-            setattr(rows, MARK, name)  # Their gradients are complete where they are.
         if torch.is_grad_enabled() or not inputs:
             self.settings = attribute_rows(model, settings=True)
             self._set(shared_names(model))

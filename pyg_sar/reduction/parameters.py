@@ -1,9 +1,7 @@
 """The parameters of a model on several workers: rows of their own, equal copies, users' hooks.
 
-A module names parameters with one row per node in ``owned_rows``: each worker owns its rows. They
-are not alike on all workers, so that ``distribute`` neither compares nor copies them, their
-gradients are not summed, and a checkpoint holds every worker's rows. With ``n_id``, the global ids
-of its rows, a module's rows are known under every partition. All other parameters are equal copies.
+A parameter with a row per node is a node tensor: each worker owns its rows, which are neither
+compared nor copied. All other parameters are equal copies.
 
 [Note: marks] Parameters are compared by checksums of their bits, sums of integers, which come out
 the same whatever the order of summation. A checksum travels with the gradients as eight numbers
@@ -25,7 +23,7 @@ import inspect
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, cast
@@ -39,6 +37,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import InSpace
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.wording import counted
 
 # Rows that a worker owns ######################################################
@@ -46,18 +45,9 @@ from pyg_sar.wording import counted
 _OWNED: Label = ("", "", "owned rows")
 
 
-def owned_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
-    """Yields names (as in ``state_dict``), modules and values of parameters with a row per node."""
-    for prefix, module in model.named_modules():
-        for name in getattr(module, "owned_rows", ()):
-            parameter = getattr(module, name)
-            yield f"{prefix}.{name}" if prefix else name, module, parameter
-
-
 def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Returns the parameters that are alike on all workers, with names, in the model's order."""
-    owned = {id(parameter) for _, _, parameter in owned_parameters(model)}
-    return [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
+    return [(name, p) for name, p in model.named_parameters() if not isinstance(p, NodeTensor)]
 
 
 def shared_parameters(model: torch.nn.Module) -> list[Tensor]:
@@ -85,24 +75,6 @@ def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
     return found
 
 
-def ids_of(module: torch.nn.Module, rows: int) -> Tensor | None:
-    """Returns the global ids of a module's rows, if it has been told.
-
-    Raises:
-        ValueError: When there is not one per row.
-    """
-    n_id: Any = getattr(module, "n_id", None)
-    if n_id is None:
-        return None
-    if not isinstance(n_id, Tensor) or tuple(n_id.shape) != (rows,):
-        raise ValueError(
-            f"Expected 'n_id' of {type(module).__name__} to hold the global ids of its "
-            f"{counted(rows, 'rows')} (got shape {list(getattr(n_id, 'shape', []))}); set it to "
-            "data.n_id"
-        )
-    return n_id
-
-
 def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
     """Returns rows of all workers, each in the position of its global id.
 
@@ -112,38 +84,12 @@ def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
     place = torch.cat(list(ids)).cpu()
     if not torch.equal(place.sort().values, torch.arange(place.numel())):
         raise ValueError(
-            f"the global ids of all workers' rows are not 0 to {place.numel() - 1}, each once; set "
-            "'n_id' to data.n_id"
+            f"the global ids of all workers' rows are not 0 to {place.numel() - 1}, each once"
         )
     whole = torch.cat([part.cpu() for part in parts])
     out = torch.empty_like(whole)
     out[place] = whole
     return out
-
-
-@torch.no_grad()
-def clip_grad_norm(model: torch.nn.Module, max_norm: float, comm: Communicator) -> float:
-    """Clips gradients by the norm over all workers, as :func:`torch.nn.utils.clip_grad_norm_`.
-
-    Gradients of shared parameters are sums over the workers already; those of owned rows are
-    counted once for each worker.
-
-    Returns:
-        The norm before clipping, the same on every worker.
-    """
-    shared = [p.grad for p in shared_parameters(model) if p.grad is not None]
-    owned = [p.grad for _, _, p in owned_parameters(model) if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(shared).double() if shared else torch.zeros(()).double()
-    if any(True for _ in owned_parameters(model)):
-        device = next(p.device for p in model.parameters())
-        part = sum((g.double().square().sum() for g in owned), torch.zeros((), device=device))
-        square = torch.as_tensor(part, dtype=torch.float64, device=device).reshape(1)
-        comm.all_reduce(square, label=_OWNED)
-        total = (total.to(device).square() + square[0]).sqrt()
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*shared, *owned):
-        gradient.mul_(scale.to(gradient.dtype))
-    return float(total)
 
 
 # Equal copies #################################################################
@@ -226,12 +172,35 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     Raises:
         ValueError: on every worker, when some differ (:func:`reconcile`).
     """
-    if comm.world_size == 1:
-        return
+    if comm.world_size > 1:
+        check_tensors(replicas(model), attribute_rows(model, settings=True), comm)
+
+
+def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns parameters and saved buffers, but for rows that workers own, with their names."""
     saved = model.state_dict(keep_vars=True)
-    buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
-    named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
-    settings = attribute_rows(model, settings=True)
+    buffers = [
+        (name, b)
+        for name, b in model.named_buffers()
+        if name in saved and not isinstance(b, NodeTensor)
+    ]
+    return [*shared_names(model), *buffers]
+
+
+def check_tensors(
+    named: Sequence[tuple[str, Tensor]], settings: Sequence[str], comm: Communicator
+) -> None:
+    """Compares tensors, but for those of other lengths, and settings of layers. Collective.
+
+    Args:
+        named: Tensors with names for errors; the same number of them on all workers.
+        settings: As :func:`attribute_rows` gives them.
+        comm: The workers.
+
+    Raises:
+        ValueError: on every worker, when some differ (:func:`reconcile`).
+    """
+    named = [(name, t) for name, t in named if t.numel()]
     if not named and not settings:
         return
     number = torch.tensor(zlib.crc32("\n".join(settings).encode()), device=comm.device)
@@ -293,18 +262,15 @@ def _arguments(kind: Any) -> frozenset[str]:
 def attribute_rows(model: torch.nn.Module, settings: bool = False) -> list[str]:
     """Returns a line for each plain attribute of each module, except a worker's own.
 
-    These begin with an underscore, are named ``rank``, ``local_rank``, ``device``, ``num_nodes``,
-    ``verbose`` or ``debug``, or count something (``num_users``) in a module with rows that each
-    worker owns. With ``settings`` only those that a constructor takes: others may be anything that
-    a model keeps of its run.
+    These begin with an underscore, or are named ``rank``, ``local_rank``, ``device``,
+    ``num_nodes``, ``verbose`` or ``debug``. With ``settings`` only those that a constructor
+    takes: others may be anything that a model keeps of its run.
     """
-    owners = [name for name, _, _ in owned_parameters(model)]
     rows = []
     for prefix, module in model.named_modules():
         start, kind = f"{prefix}." if prefix else "", cast(Any, type(module))
-        owns = any(name.startswith(start) for name in owners)
         for name, value in sorted(vars(module).items()):
-            local = name.startswith("_") or name in _LOCAL or (owns and name.startswith("num_"))
+            local = name.startswith("_") or name in _LOCAL
             local = local or (settings and name not in _arguments(kind))
             text = None if local or isinstance(value, Tensor) else plain(value)
             if text is not None:

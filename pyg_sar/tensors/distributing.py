@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import sort_edges
-from pyg_sar.space.distributed_index import dist_edge_index
+from pyg_sar.space.distributed_index import Partial, dist_edge_index
 from pyg_sar.tensors.edges import Edges, edge_tensor
 from pyg_sar.tensors.node_tensor import NodeTensor
 from pyg_sar.tensors.rows import Rows, all_to_all
@@ -65,6 +65,8 @@ def distributed_edges(edge_index: Tensor, sources: Rows, targets: Rows) -> NodeT
     count = None if sources is targets else targets.count
     rows = Rows(comm, edge_index.size(1), ids.numel(), ids)
     index = dist_edge_index(local, plan, targets=count).ordered(ids)
+    if targets.compared is not None:
+        index.partial = Partial(None)
     return edge_tensor(Edges(index, sources, targets), rows)
 
 

@@ -17,13 +17,18 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``x.data = values``: autograd sees no operator."""
     target, values = args
     both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
-    same = both and values.shape == target.shape and values.dtype == target.dtype
-    if not same or target.axis != values.axis or not target.rows.same(values.rows):
+    if (
+        not both
+        or values.shape != target.shape
+        or target.axis != values.axis
+        or not target.rows.same(values.rows)
+    ):
         raise DistributedIndexError(
-            f"'x.data = values' takes values of the same rows, shape and dtype "
-            f"({list(target.shape)}, {target.dtype}), got {type(values).__name__} of "
-            f"{list(values.shape)}, {values.dtype}: write x.data.copy_(values)"
+            f"'x.data = values' takes values of the same rows and shape ({list(target.shape)}), "
+            f"got {type(values).__name__} of {list(values.shape)}: write x.data.copy_(values)"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        func(target, values)  # Its dtype, and device: model.double() sets these so.
     target._local, target.make, target.origin = values.local, None, values.origin
     target.writes, target._edges = values.writes, values._edges
 

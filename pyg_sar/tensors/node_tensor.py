@@ -20,6 +20,10 @@ torch by that name does.
 [Note: lazy bits] ``z.conj()`` is a view with a bit that operators look at, and so is the negative
 of an imaginary part. A worker's own rows carry these bits; the node tensor around them doesn't.
 PyTorch switches the look at them off where it calls a rule, so it is switched on again.
+
+[Note: versions] So it does with versions, by which autograd, and kernels that read their output
+again, notice what is written between a forward and its backward pass. What was saved may be a
+worker's own rows: operators that write, and views, count for these, too.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ from pyg_sar.tensors.rows import Rows, Writes
 
 Rule = Callable[[Any, Any, Any], Any]
 
-_bits_are_read = torch._C._SetExcludeDispatchKeyGuard
+_excludes = torch._C._SetExcludeDispatchKeyGuard
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _BITS = (torch._C.DispatchKey.Conjugate, False), (torch._C.DispatchKey.Negative, False)
 
 RULES: dict[str, Rule] = {}
@@ -190,9 +195,10 @@ class NodeTensor(Tensor):
                 own.rows.check_part()
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
-        with _bits_are_read(*_BITS[0]), _bits_are_read(*_BITS[1]):
+        with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
             if not func.is_view:
-                out = found(func, args, kwargs)
+                with _excludes(_VERSIONS, not func._schema.is_mutable):
+                    out = found(func, args, kwargs)
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
                 return out
@@ -205,12 +211,17 @@ class NodeTensor(Tensor):
         return repr(whole(self, "print()"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return whole(self, "pickling").__reduce_ex__(protocol)
+        everything = whole(self, "pickling")
+        if isinstance(self, torch.nn.Parameter):
+            everything = torch.nn.Parameter(everything, self.requires_grad)
+        return everything.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = self.detach().clone()
         if self.is_leaf and self.requires_grad:
             copy.requires_grad_()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -311,7 +322,8 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
 def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     """Returns what a view operator gives by its rule, with its origin where it is a copy."""
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
-    out = view(args[0])
+    with _excludes(_VERSIONS, False):
+        out = view(args[0])
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(

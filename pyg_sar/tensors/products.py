@@ -127,6 +127,20 @@ def _bilinear(func: Any, args: Any, kwargs: Any) -> Tensor:
     return out if bias is None else out + bias
 
 
+@method(F.embedding, torch.embedding)
+def _embedding_of_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows of a table with a row per node: each worker gets those that it names."""
+    names = ("input", "weight") if func is F.embedding else ("weight", "input")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    table, index = given["weight"], given["input"]
+    defaults = {"padding_idx": (None, -1), "max_norm": (None,), "norm_type": (2.0,)}
+    plain = all(v in defaults.get(k, (False,)) for k, v in given.items() if k not in names)
+    if plain and len(args) <= 2 and isinstance(table, NodeTensor) and table.axis == 0:
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 @rule("embedding")
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows of a table, which all workers hold, by ids that belong to rows."""

@@ -164,15 +164,34 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(source.local, dim, given["start"], given["end"], given["step"])
         return wrap(out, source.rows, source.axis)
     start, stop, step = slice(given["start"], given["end"], given["step"]).indices(source.size(dim))
-    following = None if source.edges is None else source.edges.following
-    if (start, step) == (0, 1) and following is not None and stop == following.size(dim):
-        return _same_edges(following)
-    if (start, step) == (0, 1) and stop >= source.size(dim):
-        if source.edges is not None:
-            return _same_edges(source)
+    if source.edges is not None:
+        kept = _first_edges(func, source, stop if (start, step) == (0, 1) else -1)
+        if kept is not None:
+            return kept
+    elif (start, step) == (0, 1) and stop >= source.size(dim):
         return wrap(source.local[:], source.rows, source.axis)
     rows = source.rows.sliced(start, max(stop, start), step)
     return wrap(source.local.index_select(dim, rows.source), rows, source.axis)
+
+
+def _first_edges(func: Any, source: NodeTensor, count: int) -> NodeTensor | None:
+    """Returns the first ``count`` edges, where distributed edges are known that they stand for.
+
+    Raises:
+        DistributedIndexError: They are of a message flow graph, and no layer's.
+    """
+    following = source.edges.following
+    for found in (following, source):
+        if found is not None and count == found.size(1):
+            return _same_edges(found)
+    if source.edges.index.partial is not None:
+        raise refusal(
+            func,
+            "cuts edges off those of a message flow graph otherwise than from layer to layer: "
+            "trim_to_layer() may do so once less often than it has layers",
+            source,
+        )
+    return None
 
 
 @rule("narrow")

@@ -212,8 +212,6 @@ def _features(data: Data) -> Tensor:
             "The graph has no node features: data.x must have shape [num_nodes, F], F >= 1 (got "
             f"{found})"
         )
-    if x.layout != torch.strided:
-        x = x.to_dense()
     return x if x.is_floating_point() else x.float()
 
 

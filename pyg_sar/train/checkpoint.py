@@ -47,15 +47,12 @@ class Checkpoint(Shown):
         state: The JSON values given to :func:`save_checkpoint`.
         tensors: The tensors given to :func:`save_checkpoint`, on the CPU.
         world_size: How many ranks wrote it: workers, or the parts that they hosted.
-        owned: Names of the parameters with a row per node; whether the file holds their rows by
-            global id.
         has_best: Whether it holds the weights that were best on the validation nodes.
     """
 
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     world_size: int
-    owned: dict[str, bool]
     has_best: bool
 
 
@@ -93,11 +90,11 @@ def save_checkpoint(
 
     Args:
         path: The file. Its folder must exist on rank 0's host.
-        model: Its ``state_dict`` is saved; parameters are the same on every worker, but for rows
-            that each worker owns (:class:`~pyg_sar.nn.NodeEmbedding`), which are gathered.
+        model: Its ``state_dict`` is saved. Of tensors with a row per node
+            (:class:`~pyg_sar.nn.NodeEmbedding`) rank 0 gathers all rows.
         optimizer: Saved too where given.
         state: Values that JSON can hold (epoch, best values, configuration, schedule, ...).
-        tensors: Further tensors, rank 0's are written.
+        tensors: Further tensors, of the same names and shapes on all workers; rank 0's are written.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
 
     Raises:
@@ -107,16 +104,18 @@ def save_checkpoint(
     comm = comm or current()
     check_replicas(model, comm)
     random_states = _gather_random_states(comm)
+    content, problem = _Content(), None
     try:
-        rows, owned = gather_rows(model, optimizer, tensors or {}, comm)
+        content = _collect(model, optimizer, state or {}, tensors or {}, comm.world_size)
+    except TypeError as error:
+        problem = f"Cannot write the checkpoint {os.fspath(path)!r}: {error}"
+    _raise_everywhere(comm, problem)
+    try:
+        content.tensors = gather_rows(content.tensors, comm)
     except ValueError as error:
         raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
-    problem: str | None = None
     if comm.rank == 0:
         try:
-            content = _collect(model, optimizer, state or {}, tensors or {}, comm.world_size)
-            content.tensors |= rows
-            content.header["owned"] = owned
             content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
             _write(Path(path), content)
         except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -142,8 +141,8 @@ def load_checkpoint(
 
     Args:
         path: The file; on several hosts each needs it under this name (a shared folder).
-        model: Takes the parameters and buffers; of rows that each worker owns its own ones. If
-            their modules' ``n_id`` was set when saving and is now, any partition will do.
+        model: Takes the parameters and buffers; of tensors with a row per node each worker takes
+            its rows, of any partition of the graph.
         optimizer: Takes the optimizer state.
         weights: ``'last'``: as of when it was saved. ``'best'``: the weights that a
             :class:`pyg_sar.train.trainer.Trainer` found best on the validation nodes.
@@ -163,8 +162,6 @@ def load_checkpoint(
     content = _Content()
     try:
         content = _read(Path(path))
-        if model is not None:
-            _cut(content, model, optimizer, comm)
         _check(content, model, optimizer, weights)
         if restore:
             _check_random_states(content, comm.world_size)
@@ -172,6 +169,7 @@ def load_checkpoint(
         problem = _not_loaded(path, error)
     _raise_everywhere(comm, problem)
     _check_same_file(comm, path, content.header["sha256"])
+    cut_rows(content.tensors, model, optimizer)
     if model is not None:
         model.load_state_dict(content.group("model" if weights == "last" else "extra/best"))
     if optimizer is not None:
@@ -211,27 +209,12 @@ def _described(content: _Content) -> Checkpoint:
         state=content.header["state"],
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
-        owned={name: about["by_id"] for name, about in content.header.get("owned", {}).items()},
         has_best=content.has_best,
     )
 
 
 def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
     return f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
-
-
-def _cut(
-    content: _Content,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    comm: Communicator,
-) -> None:
-    """Leaves of rows that workers own those of this one."""
-    owned = content.header.get("owned", {})
-    try:
-        content.tensors = cut_rows(content.tensors, owned, model, optimizer, comm)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
@@ -394,15 +377,12 @@ def _read(path: Path) -> _Content:
 
 def _check_header(header: Mapping[str, Any]) -> None:
     """Raises where a field is of another type: a checksum does not tell who wrote a file."""
-    fields = {"owned": {}, **header}
-    kinds: dict[str, Any] = {"state": dict, "world_size": int, "owned": dict}
+    fields = dict(header)
+    kinds: dict[str, Any] = {"state": dict, "world_size": int}
     if "optimizer" in header:
         kinds["optimizer"] = dict
         fields |= {f"optimizer.{k}": v for k, v in _items(header["optimizer"])}
         kinds |= {"optimizer.class": str, "optimizer.groups": list, "optimizer.scalars": dict}
-    for name, about in _items(fields["owned"]):
-        fields |= {f"owned.{name}.{k}": v for k, v in _items(about)}
-        kinds |= {f"owned.{name}.counts": list, f"owned.{name}.by_id": bool}
     for name, kind in kinds.items():
         if not isinstance(fields.get(name), kind):
             raise CheckpointError(

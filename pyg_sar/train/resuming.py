@@ -102,13 +102,6 @@ def check_same_graph(
             f"{counted(saved.world_size, 'parts')}, or pass allow_changes=True "
             "(--allow-changes)"
         )
-    local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
-    if moved and local:
-        raise CheckpointError(
-            f"{name!r} is of another partition of the graph, and holds the rows of "
-            f"'{local[0]}' without the global ids of its nodes: go on with the same partition, or "
-            "set 'n_id' of its module to data.n_id before saving"
-        )
 
 
 def _shares(counts: Sequence[Sequence[int]]) -> str:

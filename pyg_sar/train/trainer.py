@@ -31,7 +31,7 @@ from torch_geometric.data import Data
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
-from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
+from pyg_sar.reduction.parameters import check_settings
 from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -308,7 +308,8 @@ class Trainer:
         """Changes the parameters by their gradients; returns the gradients' norm if clipped."""
         norm = None
         if self.config.clip_norm is not None:
-            norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
+            parameters = self.model.parameters()
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm))
         self.optimizer.step()
         return norm
 

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.group import Communicator, Label, current
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn import DistMessagePassing
-from pyg_sar.reduction.parameters import owned_parameters
-
-_LABEL: Label = ("", "", "gradient error")
 
 ALL = "all parameters"
 """The name of the error of all parameters together."""
@@ -82,7 +79,7 @@ def gradient_error(
             layer.kept_rows = rows
         for parameter, gradient in kept:
             parameter.grad = gradient
-    errors = _compare(model, narrow, exact, comm)
+    errors = _compare(model, narrow, exact)
     for ledger in comm.ledgers:
         ledger.gradient_errors.append(errors)
     return errors
@@ -114,23 +111,15 @@ def _compare(
     model: torch.nn.Module,
     narrow: Sequence[Tensor | None],
     exact: Sequence[Tensor | None],
-    comm: Communicator,
 ) -> dict[str, float]:
-    names = [name for name, _ in model.named_parameters()]
-    parameters = list(model.parameters())
-    own = {id(rows) for _, _, rows in owned_parameters(model)}
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=comm.device)
-    for row, parameter, found, true in zip(sums, parameters, narrow, exact, strict=True):
-        if comm.rank != 0 and id(parameter) not in own:
-            continue  # Rank 0 holds the same gradient.
+    table, zero = {}, (0.0, 0.0)
+    for (name, parameter), found, true in zip(model.named_parameters(), narrow, exact, strict=True):
         nothing = torch.zeros_like(parameter)
         found, true = (nothing if g is None else g for g in (found, true))
-        row[0] = (found.double() - true.double()).square().sum()
-        row[1] = true.double().square().sum()
-    comm.all_reduce(sums, label=_LABEL)
-    table = dict(zip(names, sums.tolist(), strict=True))
-    table[ALL] = sums.sum(0).tolist()
-    return {name: _ratio(*pair) for name, pair in table.items()}
+        difference = (found.double() - true.double()).square().sum()
+        table[name] = float(difference), float(true.double().square().sum())
+    sums = [sum(column) for column in zip(zero, *table.values(), strict=True)]
+    return {name: _ratio(*pair) for name, pair in {**table, ALL: (sums[0], sums[1])}.items()}
 
 
 def _ratio(difference: float, size: float) -> float:
