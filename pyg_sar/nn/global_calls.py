@@ -293,8 +293,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
-                "tensor with a row per node, or a dict of them by node type"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return "
+                "a tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
