@@ -13,14 +13,15 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.nn import attention, registry
+from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
-from pyg_sar.nn.global_calls import GlobalCalls, global_class
+from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
+from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.reducing_layers import mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
@@ -44,10 +45,10 @@ def _dist_class(
         alone: One process, whose layers can be compiled; else each call is made between two graphs.
         by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
     """
-    before = registry.mixin_of(kind)
+    before = mixin_of(kind)
     compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
     methods = {
-        **registry.names_of(kind),
+        **names_of(kind),
         **(methods_of(kind, by_kernel) if alone else compiled),
     }
     return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
@@ -120,14 +121,11 @@ def distribute(
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     policies = _policies(model, policy, layer_policies)
     whole = view == "global"
-    seeing = registry.Seeing(model, replicated)
-    _check(model, policies, comm, seeing, whole)
+    _check(model, policies, comm, whole)
     _put_on_device(model, comm)
     default = None if policy or not whole else SARPolicy(random="same")
     policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
-    if policy.random is not None and not whole:
-        refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
     if comm.world_size > 1:
         _copy_from_first(model, comm)
@@ -151,17 +149,15 @@ def distribute(
                 module.own_graphs = graphs
             if whole and not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
-        elif name in seeing.rows and type(module) in NORMS:
+        elif type(module) in NORMS:
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
-                module.__class__ = registry.named_as(NORMS[plain], plain)
-            if whole:
+                module.__class__ = named_as(NORMS[plain], plain)
+            if whole and not isinstance(module, torch.nn.InstanceNorm1d):
                 _take_whole(module, name, shared)
         elif whole and type(module) is torch.nn.MultiheadAttention:
-            whole_kind: Any = attention.GlobalMultiheadAttention
-            module.__class__ = registry.named_as(whole_kind, torch.nn.MultiheadAttention)
-        elif name in seeing.nodes and not whole:
-            module.__class__ = registry.class_after(type(module))
+            whole_kind: Any = GlobalMultiheadAttention
+            module.__class__ = named_as(whole_kind, torch.nn.MultiheadAttention)
     DrawsOfForward.remove(model)
     if draws is not None and not whole:
         draws.install(model)
@@ -258,7 +254,6 @@ def _check(
     model: torch.nn.Module,
     policies: Mapping[str, SARPolicy],
     comm: Communicator,
-    seeing: registry.Seeing,
     whole: bool,
 ) -> None:
     modules = dict(model.named_modules())
@@ -279,14 +274,17 @@ def _check(
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
-    if not whole:
-        registry.check_modules(seeing.nodes)
-    for name, module in seeing.rows.items():
-        _check_norm(name, module)
+    inner = {m for layer in modules.values() for m in layer.modules() if _is_layer(layer)}
+    for name, module in modules.items():
+        _check_norm(name, module, not whole or module in inner)
 
 
-def _check_norm(name: str, module: torch.nn.Module) -> None:
-    """Refuses norms whose statistics would be over each worker's own nodes only."""
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
+    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
     group = getattr(module, "process_group", None)
     if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
         raise ValueError(
@@ -294,7 +292,7 @@ def _check_norm(name: str, module: torch.nn.Module) -> None:
             "workers: leave it at None"
         )
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+    if not within or not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
         return
     if isinstance(module, tuple(NORMS.values())):
         return  # Written for several workers.

@@ -41,8 +41,8 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
-from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -119,15 +119,20 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any) -> Any:
-        """Returns a tensor as what this worker's computation takes."""
+    def local(self, value: Any, gathered: bool = False) -> Any:
+        """Returns a tensor as what this worker's computation takes.
+
+        Args:
+            value: The tensor.
+            gathered: It is all rows of a tensor that has none of the edges or their nodes.
+        """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(value.full_tensor())
+                return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -152,11 +157,13 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], axis % value.dim())
-            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+            mine = gathered or value.dim() > 1
+            if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -190,8 +197,11 @@ class _Call:
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
         layer: Any = self.module
-        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        several = self.comm.world_size > 1
+        learns = torch.is_grad_enabled() and several
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        if several and not learns:
+            layer.shared_parameters.compare(layer, self.comm)
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
@@ -462,7 +472,8 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
+        explaining = explained(self, args, kwargs)
+        with _policy_of_parts(self), explaining, call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -505,7 +516,7 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        with _policy_of_parts(self), call.parameters():
+        with _policy_of_parts(self), call.parameters(), own_rows_only():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -567,6 +578,21 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 @cache

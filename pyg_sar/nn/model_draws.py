@@ -320,21 +320,6 @@ def away(draws: DrawsOfForward | None) -> Iterator[None]:
         yield
 
 
-def refuse_dense_attention(model: torch.nn.Module, strength: Strength) -> None:
-    """Refuses dropout of attention over all nodes, whose weights no worker has as one process has.
-
-    Raises:
-        ValueError: Naming the module.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.MultiheadAttention) and module.dropout > 0:
-            raise ValueError(
-                f"random='{strength}' can't draw the dropout of '{name}' "
-                f"({type(module).__name__}, dropout={module.dropout}), of weights between all "
-                "nodes: set its dropout to 0, or say random=None"
-            )
-
-
 # In calls of ``propagate`` ########################################################
 
 

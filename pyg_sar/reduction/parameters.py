@@ -172,16 +172,35 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     Raises:
         ValueError: on every worker, when some differ (:func:`reconcile`).
     """
-    if comm.world_size == 1:
-        return
+    if comm.world_size > 1:
+        check_tensors(replicas(model), attribute_rows(model, settings=True), comm)
+
+
+def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns parameters and saved buffers, but for rows that workers own, with their names."""
     saved = model.state_dict(keep_vars=True)
     buffers = [
         (name, b)
         for name, b in model.named_buffers()
         if name in saved and not isinstance(b, NodeTensor)
     ]
-    named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
-    settings = attribute_rows(model, settings=True)
+    return [*shared_names(model), *buffers]
+
+
+def check_tensors(
+    named: Sequence[tuple[str, Tensor]], settings: Sequence[str], comm: Communicator
+) -> None:
+    """Compares tensors, but for those of other lengths, and settings of layers. Collective.
+
+    Args:
+        named: Tensors with names for errors; the same number of them on all workers.
+        settings: As :func:`attribute_rows` gives them.
+        comm: The workers.
+
+    Raises:
+        ValueError: on every worker, when some differ (:func:`reconcile`).
+    """
+    named = [(name, t) for name, t in named if t.numel()]
     if not named and not settings:
         return
     number = torch.tensor(zlib.crc32("\n".join(settings).encode()), device=comm.device)
