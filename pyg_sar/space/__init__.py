@@ -2,7 +2,4 @@
 
 from pyg_sar.space.distributed_index import DistEdgeIndex, DistIndex
 
-__all__ = [
-    "DistEdgeIndex",
-    "DistIndex",
-]
+__all__ = ["DistEdgeIndex", "DistIndex"]
