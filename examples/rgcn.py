@@ -59,14 +59,16 @@ class RGCN(torch.nn.Module):
         )
 
 
-def train(root: str, entities: int, relations: int, classes: int) -> None:
-    data = pyg_sar.load_partition(root, view="local")  # a worker owns its entities' vectors
+def train(root: str, relations: int, classes: int) -> None:
+    data = pyg_sar.load_partition(root)
     config = pyg_sar.train.TrainConfig(epochs=EPOCHS, lr=0.01, eval_every=EPOCHS)
     call = lambda model, data: model(data.edge_index, data.edge_type)  # noqa: E731
     for how in ({"num_bases": 8}, {"num_blocks": 4}):
         torch.manual_seed(0)
-        own = pyg_sar.nn.NodeEmbedding(data.num_nodes, HIDDEN, n_id=data.n_id, num_nodes=entities)
-        model = pyg_sar.distribute(RGCN(own, relations, classes, **how), view="local")
+        own = pyg_sar.nn.NodeEmbedding(
+            data.num_nodes, HIDDEN
+        )
+        model = pyg_sar.distribute(RGCN(own, relations, classes, **how))
         result = pyg_sar.Trainer(model, data, config, forward=call).fit()
         if pyg_sar.comm.current().rank == 0:
             print(f"{how}: test accuracy {result.final['test_accuracy']:.3f}")
@@ -74,7 +76,7 @@ def train(root: str, entities: int, relations: int, classes: int) -> None:
 
 if __name__ == "__main__":
     graph = read_graph(sys.argv[1]) if sys.argv[1:] else make_graph()
-    sizes = graph.num_nodes, int(graph.edge_type.max()) + 1, int(graph.y.max()) + 1
+    sizes = int(graph.edge_type.max()) + 1, int(graph.y.max()) + 1
     with tempfile.TemporaryDirectory() as folder:
         pyg_sar.write_partitions(graph, WORKERS, f"{folder}/parts")
         pyg_sar.launch(train, WORKERS, f"{folder}/parts", *sizes)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pyg_sar.partition.storage import write_partitions
     from pyg_sar.policy import SARPolicy
     from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
-    from pyg_sar.space.negative_sampling import negative_sampling
     from pyg_sar.tensors import from_local
+    from pyg_sar.tensors.negative_sampling import negative_sampling
     from pyg_sar.tools.inference import infer, propagate_features
     from pyg_sar.tools.planning import plan
     from pyg_sar.tools.predict import load_model
@@ -84,7 +84,7 @@ _MODULES = {
     "load_partition": "partition.loading",
     "mean": "reduction.metrics",
     "message_flow_graphs": "partition.message_flow",
-    "negative_sampling": "space.negative_sampling",
+    "negative_sampling": "tensors.negative_sampling",
     "plan": "tools.planning",
     "propagate_features": "tools.inference",
     "run": "comm.launch",

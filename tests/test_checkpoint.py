@@ -186,7 +186,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         for name, value, message in (
             ("state", [], r"header says state=\[\], not a dict"),
             ("world_size", "1", "header says world_size='1'"),
-            ("owned", {"w": {"counts": 3, "by_id": True}}, r"header says owned\.w\.counts=3"),
             ("optimizer", {"class": "Adam"}, r"header says optimizer\.groups=None"),
         )
     },

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, threads
+from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, whole, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.transforms import SIGN
+from torch_geometric.utils import coalesce
 
 import pyg_sar
 from pyg_sar.errors import PartitionError
@@ -43,7 +44,7 @@ def powers(root: Any, out: Any, loops: bool) -> None:
 
 @pytest.mark.parametrize(
     ("world", "run", "weights", "loops"),
-    [(1, threads, True, False), (2, threads, False, False), (4, threads, False, True),
+    [(1, workers, True, False), (2, workers, False, False), (4, workers, False, True),
      (8, host, True, False)],
 )  # fmt: skip
 def test_features_are_those_of_sign(world, run, weights, loops, partitions, tmp_path):
@@ -69,9 +70,11 @@ def test_features_are_those_of_sign(world, run, weights, loops, partitions, tmp_
     assert not before
 
 
-def replaced(root: Any, name: str, rows: int, overwrite: bool) -> None:
-    data = pyg_sar.load_partition(root, view="local")
-    value = torch.ones(data.num_nodes + rows * pyg_sar.comm.current().rank)
+def replaced(root: Any, name: str, rows: int, overwrite: bool, plain: bool = False) -> None:
+    data = pyg_sar.load_partition(root)
+    value = torch.arange(NODES + rows) if plain or rows else data.x[:, 0]
+    if rows < 0:
+        value = data.x[data.train_mask]
     add_attributes(root, {name: value}, root, overwrite=overwrite)
 
 
@@ -83,21 +86,31 @@ def test_attributes_are_added_all_or_none(partitions, tmp_path):
         ("new", 0, False, "exists"),
         ("x", 0, True, "already"),
         ("new", 1, True, "a row for each"),
+        ("new", -1, True, "a row for each"),
     ):
         with pytest.raises((PartitionError, Exception), match=message):
-            threads(replaced, 2, tmp_path / "parts", name, rows, overwrite)
+            workers(replaced, 2, tmp_path / "parts", name, rows, overwrite)
         assert {p.name: p.read_bytes() for p in (tmp_path / "parts").iterdir()} == before
         assert [path.name for path in tmp_path.iterdir()] == ["parts"]
-    threads(replaced, 2, tmp_path / "parts", "new", 0, True)
-    assert torch.equal(merge_partitions(tmp_path / "parts").new, torch.ones(NODES))
+    workers(replaced, 2, tmp_path / "parts", "new", 0, True)
+    workers(replaced, 2, tmp_path / "parts", "plain", 0, True, True)
+    found = merge_partitions(tmp_path / "parts")
+    assert torch.equal(found.new, graph.x[:, 0]) and torch.equal(found.plain, torch.arange(NODES))
 
 
-def test_a_transform_on_a_part_names_the_call(partitions):
-    def transform(root: Path) -> None:
-        SIGN(2)(pyg_sar.load_partition(root, view="local"))
+def test_a_transform_gives_the_same_features(partitions):
+    graph = make_graph(NODES, 200)
+    graph.edge_index, graph.edge_weight = coalesce(graph.edge_index, graph.edge_weight)
+    del graph.edge_attr, graph.edge_type
 
-    with pytest.raises(Exception, match="propagate_features"):
-        threads(transform, 2, partitions(make_graph(NODES, 200), 2))
+    def transform(root: Path) -> Any:
+        data = SIGN(2)(pyg_sar.load_partition(root))
+        return whole(data.x1), whole(data.x2)
+
+    expected = SIGN(2)(copy.copy(graph))
+    for found in workers(transform, 2, partitions(graph, 2)):
+        assert error(found[0], expected.x1) < TOLERANCE
+        assert error(found[1], expected.x2) < TOLERANCE
 
 
 class Propagating(torch.nn.Module):
@@ -111,10 +124,10 @@ class Propagating(torch.nn.Module):
         self.labels = gnn.LabelPropagation(3, 0.8)
         self.post = gnn.CorrectAndSmooth(2, 0.8, 3, 0.7)
 
-    def forward(self, data: Data, reduce: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
         z = self.last(self.first(data.x, data.edge_index).tanh())
         out = self.spread(z, data.edge_index)
-        loss = reduce(out[data.train_mask].square().sum(-1))
+        loss = out[data.train_mask].square().sum(-1).mean()
         y = torch.nn.functional.one_hot(data.y, CLASSES).to(out.dtype)
         labels = self.labels(y, data.edge_index, mask=data.train_mask)
         soft, mask = out.detach().softmax(-1), data.train_mask
@@ -124,19 +137,19 @@ class Propagating(torch.nn.Module):
 
 
 def propagated(root: Path, model: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root, view="local")
-    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
-    loss, out = own(data, pyg_sar.mean)
+    data = pyg_sar.load_partition(root)
+    own = pyg_sar.distribute(copy.deepcopy(model))
+    loss, out = own(data)
     loss.backward()
-    return out, data.n_id, [p.grad.clone() for p in own.parameters()]
+    return whole(out), [p.grad.clone() for p in own.parameters()]
 
 
 def test_models_that_only_propagate(partitions):
     graph, model = make_graph(NODES, 200), Propagating()
-    loss, expected = model(graph, torch.mean)
+    loss, expected = model(graph)
     loss.backward()
-    for out, n_id, grads in host(propagated, 8, partitions(graph, 8), model):
-        assert error(out, expected[n_id]) < TOLERANCE
+    for out, grads in host(propagated, 8, partitions(graph, 8), model):
+        assert error(out, expected) < TOLERANCE
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             assert error(grad, parameter.grad) < TOLERANCE
 
@@ -149,17 +162,17 @@ class Relational(torch.nn.Module):
         self.first = gnn.RGCNConv(CHANNELS, 4, 3, num_bases=2)
         self.last = gnn.RGCNConv(4, 2, 3, num_blocks=2)
 
-    def forward(self, data: Data, reduce: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
         edges = data.edge_index, data.edge_type
         out = self.last(self.first(data.x, *edges).relu(), *edges)
-        return reduce(out[data.train_mask].square().sum(-1)), out.detach()
+        return out[data.train_mask].square().sum(-1).mean(), out.detach()
 
 
 def test_rgcn_on_parts(partitions):
     graph, model = make_graph(NODES, 200), Relational()
-    loss, expected = model(graph, torch.mean)
+    loss, expected = model(graph)
     loss.backward()
-    for out, n_id, grads in host(propagated, 8, partitions(graph, 8), model):
-        assert error(out, expected[n_id]) < TOLERANCE
+    for out, grads in host(propagated, 8, partitions(graph, 8), model):
+        assert error(out, expected) < TOLERANCE
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             assert error(grad, parameter.grad) < TOLERANCE

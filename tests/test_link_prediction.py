@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero
 from hosted_workers import host
-from oracle import TOLERANCE, Partitions, make_graph, threads
+from oracle import TOLERANCE, Partitions, make_graph, whole, workers
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GAE, GCNConv
@@ -23,7 +23,7 @@ from torch_geometric.utils import negative_sampling as sample_in_one_process
 
 import pyg_sar
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.space import DistEdgeIndex
+from pyg_sar.tensors import NodeTensor
 
 NODES = 40
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "link_prediction.py"
@@ -32,19 +32,6 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "link_prediction
 @pytest.fixture(scope="module")
 def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
     return Partitions(tmp_path_factory.mktemp("links"))
-
-
-def global_ids(data: Data, edges: Any) -> Tensor:
-    """The pairs' ids in the whole graph."""
-    source, target = edges
-    return torch.stack([data.n_id.double()[source].long(), data.n_id[target]])
-
-
-def whole(found: list[Tensor], places: list[Tensor]) -> Tensor:
-    """The pairs of all workers, in the order of the whole list."""
-    place = torch.cat(places)
-    assert torch.equal(place.sort().values, torch.arange(place.numel()))
-    return torch.cat(found, dim=1)[:, place.argsort()]
 
 
 # Which pairs ##################################################################
@@ -60,17 +47,16 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def sampled(root: Path) -> list[tuple[Tensor, Tensor, float]]:
-    """Global ids and places of own pairs, twice each, and what ``random`` gives afterwards."""
-    data, found = pyg_sar.load_partition(root, view="local"), []
-    comm = pyg_sar.comm.current()
-    # Rank 0's state decides; parts have one each, threads share theirs.
-    random.seed(5 + comm.rank * (comm.backend == "parts"))
+def sampled(root: Path) -> list[tuple[Tensor, float]]:
+    """All pairs, twice each, and what ``random`` gives afterwards."""
+    data, found = pyg_sar.load_partition(root), []
+    random.seed(5 + pyg_sar.comm.current().rank)  # Rank 0's state decides.
     for asked in [*ASKED.values(), *ASKED.values()]:
         pairs = pyg_sar.negative_sampling(data.edge_index, data.num_nodes, **asked)
-        assert isinstance(pairs, DistEdgeIndex) and pairs.order is not None
-        found.append((global_ids(data, pairs), pairs.order, random.getstate()[1][-1]))
-        comm.barrier()
+        assert isinstance(pairs, NodeTensor)
+        mine = data.edge_index.to_local().plan.n_id
+        assert torch.equal(pairs.local, whole(pairs)[:, torch.isin(whole(pairs)[1], mine)])
+        found.append((whole(pairs), random.getstate()[1][-1]))
     return found
 
 
@@ -83,25 +69,24 @@ def test_pairs_are_those_of_one_process(world: int | str, partitions: Partitions
         pairs = sample_in_one_process(data.edge_index, **{**asked, "num_nodes": NODES})
         expected.append((pairs.long(), random.getstate()[1][-1]))
     if isinstance(world, int):
-        workers = threads(sampled, world, partitions(data, world))
+        everyone = workers(sampled, world, partitions(data, world))
     elif world == "hosted":
-        workers = host(sampled, 3, partitions(data, 3))
+        everyone = host(sampled, 3, partitions(data, 3))
     else:
-        workers = threads(sampled, 3, partitions(data, 3, torch.arange(NODES) % 2))
+        everyone = workers(sampled, 3, partitions(data, 3, torch.arange(NODES) % 2))
     edges = set(map(tuple, data.edge_index.t().tolist()))
     for k, (pairs, state) in enumerate(expected):
-        own = [found[k] for found in workers]
-        found = whole([rows[0] for rows in own], [rows[1] for rows in own])
-        assert torch.equal(found, pairs), k
-        if "force_undirected" not in list(ASKED.values())[k % len(ASKED)]:
-            assert not edges & set(map(tuple, found.t().tolist()))
-        assert all(after == state for _, _, after in own[:1]), k
+        for theirs in everyone:
+            found, after = theirs[k]
+            assert torch.equal(found, pairs) and after == state, k
+            if "force_undirected" not in list(ASKED.values())[k % len(ASKED)]:
+                assert not edges & set(map(tuple, found.t().tolist()))
 
 
 def test_a_complete_graph_has_no_pairs(partitions: Partitions):
     data = Data(edge_index=torch.cartesian_prod(torch.arange(6), torch.arange(6)).t())
     data.num_nodes = 6
-    found = threads(sampled, 2, partitions(data, 2))
+    found = workers(sampled, 2, partitions(data, 2))
     assert all(rows[0].shape == (2, 0) for worker in found for rows in worker)
 
 
@@ -119,7 +104,7 @@ def test_what_is_sent(partitions: Partitions):
     data = make_graph(NODES)
 
     def worker(root: Path) -> list[dict[str, int]]:
-        part, found = pyg_sar.load_partition(root, view="local"), []
+        part, found = pyg_sar.load_partition(root), []
         for count in (100, 100, 200):
             with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
                 pyg_sar.negative_sampling(part.edge_index, num_neg_samples=count)
@@ -129,7 +114,7 @@ def test_what_is_sent(partitions: Partitions):
     edges = data.edge_index
     proper = int((edges[0] != edges[1]).sum())
     free = 1 - proper / (NODES * (NODES - 1))
-    for first, second, third in threads(worker, 2, partitions(data, 2)):
+    for first, second, third in workers(worker, 2, partitions(data, 2)):
         assert first - second == NODES + 2 * 8 + 8
         assert third - second == int(1.1 * 200 / free) - int(1.1 * 100 / free)
 
@@ -156,7 +141,7 @@ def link_splits() -> tuple[Data, ...]:
     return found
 
 
-def train(model: torch.nn.Module, data: Data, mean: Any, sample: Any) -> list[Tensor]:
+def train(model: torch.nn.Module, data: Data, sample: Any) -> list[Tensor]:
     """Three steps as PyG's ``link_pred.py`` makes them: losses, and the last gradients."""
     random.seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +153,7 @@ def train(model: torch.nn.Module, data: Data, mean: Any, sample: Any) -> list[Te
         both = torch.cat([data.edge_label_index, pairs], dim=-1)
         label = torch.cat([data.edge_label, data.edge_label.new_zeros(pairs.size(1))]).double()
         score = (z[both[0]] * z[both[1]]).sum(dim=-1)
-        loss = mean(F.binary_cross_entropy_with_logits(score, label, reduction="none"))
+        loss = F.binary_cross_entropy_with_logits(score, label)
         loss.backward()
         optimizer.step()
         found.append(loss.detach())
@@ -186,15 +171,18 @@ def test_training_is_that_of_one_process(world: int, tmp_path: Path):
     part = assign_nodes(data.edge_index, NODES, world)
     pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
     model = Net().double()
-    expected = train(copy.deepcopy(model), data, torch.mean, sample_in_one_process)
+    expected = train(copy.deepcopy(model), data, sample_in_one_process)
 
-    def worker() -> list[Tensor]:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
-        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
-        return train(mine, part, pyg_sar.mean, pyg_sar.negative_sampling)
+    def worker() -> list[list[Tensor]]:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        return [
+            train(pyg_sar.distribute(copy.deepcopy(model)), part, sample)
+            for sample in (pyg_sar.negative_sampling, sample_in_one_process)
+        ]
 
-    for found in threads(worker, world):
-        assert_close(found, expected)
+    for both in workers(worker, world):
+        for found in both:
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -210,10 +198,10 @@ def test_gae_samples_its_pairs(world: int, partitions: Partitions):
     expected = loss_of(copy.deepcopy(model), data)
 
     def worker(root: Path) -> list[Tensor]:
-        mine: Any = pyg_sar.distribute(copy.deepcopy(model), view="local")
-        return loss_of(mine, pyg_sar.load_partition(root, view="local"))
+        mine: Any = pyg_sar.distribute(copy.deepcopy(model))
+        return loss_of(mine, pyg_sar.load_partition(root))
 
-    for found in threads(worker, world, partitions(data, world)):
+    for found in workers(worker, world, partitions(data, world)):
         assert_close(found, expected)
 
 
@@ -224,26 +212,22 @@ def test_lists_of_the_same_nodes_are_joined(tmp_path: Path):
     pairs = sample_in_one_process(data.edge_index, NODES)
     joined = torch.cat([data.edge_label_index, pairs, data.edge_index], dim=1)
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    pyg_sar.write_partitions(data, 3, tmp_path / "other", torch.arange(NODES) % 3)
     expected = conv(data.x, joined).detach()
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        part = pyg_sar.load_partition(tmp_path / "parts")
         random.seed(2)
         lists = [part.edge_label_index, pyg_sar.negative_sampling(part.edge_index)]
         both = torch.cat([*lists, part.edge_index], dim=1)
-        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="different index spaces"):
-            torch.cat([part.edge_index, part.edge_label_index.flip(0)], dim=1)
-        other = pyg_sar.load_partition(tmp_path / "other", view="local")
-        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="different index spaces"):
-            torch.cat([part.edge_index, other.edge_index], dim=1)
-        mine = pyg_sar.distribute(copy.deepcopy(conv), view="local")
-        return part.n_id, mine(part.x, both).detach(), global_ids(part, both), both.order
+        turned = torch.cat([part.edge_index, part.edge_label_index.flip(0)], dim=1)
+        mine = pyg_sar.distribute(copy.deepcopy(conv))
+        return [whole(t.detach()) for t in (mine(part.x, both), both, mine(part.x, turned))]
 
-    for n_id, out, ids, order in threads(worker, 3):
-        assert torch.allclose(out, expected[n_id], rtol=0, atol=TOLERANCE)
-        own = torch.isin(joined[1], n_id)
-        assert torch.equal(ids[:, order.argsort()], joined[:, own])
+    turned = conv(data.x, torch.cat([data.edge_index, data.edge_label_index.flip(0)], dim=1))
+    for out, ids, other in workers(worker, 3):
+        assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
+        assert torch.equal(ids, joined)
+        assert torch.allclose(other, turned.detach(), rtol=0, atol=TOLERANCE)
 
 
 # What is refused ##############################################################
@@ -254,14 +238,11 @@ def test_refused_by_name(partitions: Partitions, tmp_path: Path):
     pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "hetero", "random")
 
     def worker(root: Path) -> None:
-        edges, rank = (
-            pyg_sar.load_partition(root, view="local").edge_index,
-            pyg_sar.comm.current().rank,
-        )
+        edges, rank = pyg_sar.load_partition(root).edge_index, pyg_sar.comm.current().rank
         wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
             (ValueError, "same on all workers .got .*30.* at rank 1", {"num_neg_samples": 20}),
-            (ValueError, "'num_nodes' to be 40.*got 7 at rank", {"num_nodes": 7}),
-            (ValueError, "got .40, 40. at rank", {"num_nodes": (40, 40)}),
+            (ValueError, "'num_nodes' to be 40.*got 7. at rank", {"num_nodes": 7}),
+            (ValueError, "got .40, 40.. at rank", {"num_nodes": (40, 40)}),
             (ValueError, "'method'.*got 'fast'.*rank 0", {"method": "fast"}),
             (ValueError, "at least 0 .got -1. at rank 0", {"num_neg_samples": -1}),
             (ValueError, "a number .got 'x'. at rank 0", {"num_neg_samples": "x"}),
@@ -271,21 +252,14 @@ def test_refused_by_name(partitions: Partitions, tmp_path: Path):
                 asked["num_neg_samples"] += 10 * rank
             with pytest.raises(kind, match=text):
                 pyg_sar.negative_sampling(edges, **asked)
-        with pytest.raises(TypeError, match=r"distributed one .got Tensor at rank \d of 2"):
-            pyg_sar.negative_sampling(data.edge_index)
-        with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"rank \d is flipped"):
-            pyg_sar.negative_sampling(edges.flip(0))
-        relation = pyg_sar.load_partition(tmp_path / "hetero", view="local")[
-            "author", "writes", "paper"
-        ]
-        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="of a relation"):
-            pyg_sar.negative_sampling(relation.edge_index)
-        for asked in ({}, {"method": "dense"}, {"force_undirected": True}, {"num_nodes": (9, 9)}):
-            with pytest.raises(pyg_sar.errors.DistributedIndexError) as caught:
-                sample_in_one_process(edges, **asked)  # type: ignore[arg-type]
-            assert "Call pyg_sar.negative_sampling(edge_index, ...)" in str(caught.value)
+        relation = pyg_sar.load_partition(tmp_path / "hetero")["author", "writes", "paper"]
+        for other in (edges.flip(0), edges + 0, relation.edge_index):
+            with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"rank \d is flipped"):
+                pyg_sar.negative_sampling(other)
+        with pytest.raises(TypeError, match="a tensor of shape"):
+            pyg_sar.negative_sampling(edges[0])
 
-    threads(worker, 2, partitions(data, 2))
+    workers(worker, 2, partitions(data, 2))
 
 
 # The example ##################################################################

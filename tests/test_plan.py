@@ -87,7 +87,7 @@ def test_predicted_bytes_are_those_of_the_partition(
     monkeypatch.setattr(plan_runs, "ROWS", rows)
     model = models()[name]
     policies = [pyg_sar.SARPolicy(mode=mode, push="off") for mode in modes]
-    counted = pyg_sar.launch(whole, PARTS, root, model, policies, backend="threads")
+    counted = pyg_sar.launch(whole, PARTS, root, model, policies)
     plan = pyg_sar.plan(model, root, modes=modes, rates=RATES)
     for k, found in enumerate(plan.forecasts):
         for p, runs in enumerate(counted):

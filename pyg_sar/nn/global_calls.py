@@ -119,15 +119,20 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any) -> Any:
-        """Returns a tensor as what this worker's computation takes."""
+    def local(self, value: Any, gathered: bool = False) -> Any:
+        """Returns a tensor as what this worker's computation takes.
+
+        Args:
+            value: The tensor.
+            gathered: It is all rows of a tensor that has none of the edges or their nodes.
+        """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(value.full_tensor())
+                return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -152,11 +157,13 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], axis % value.dim())
-            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+            mine = gathered or value.dim() > 1
+            if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -296,8 +303,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "data of load_partition(root, view='local')"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
+                "tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -324,7 +331,7 @@ class _Call:
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
-                f"(rank {self.comm.rank}): call it on data of load_partition(root, view='local')"
+                f"(rank {self.comm.rank}): add or remove loops before write_partitions()"
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
@@ -438,7 +445,7 @@ def _refuse_local(module: Any, *given: Any) -> None:
     if comm.world_size > 1:
         raise DistributedIndexError(
             f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
-            "data of load_partition(root), or convert the model by distribute(model, view='local')"
+            "data.edge_index of load_partition(root), not its to_local()"
         )
 
 

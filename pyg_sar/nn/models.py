@@ -27,7 +27,7 @@ from pyg_sar.nn.pool import global_add_pool
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.space.graph_index import dist_batch
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.negative_sampling import negative_sampling
+from pyg_sar.space.negative_sampling import sampled_pairs
 from pyg_sar.space.node_rows import node_rows, plain_rows
 from pyg_sar.wording import counted
 
@@ -98,7 +98,7 @@ class _Reconstruction(gnn.GAE):
         self, z: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor | None = None
     ) -> Tensor:
         if neg_edge_index is None and isinstance(pos_edge_index, DistEdgeIndex):
-            neg_edge_index = negative_sampling(pos_edge_index)
+            neg_edge_index = sampled_pairs(pos_edge_index, None, False)[0]
         if _alone():
             return cast(Tensor, super().recon_loss(z, pos_edge_index, neg_edge_index))
         for name, edges in (("pos", pos_edge_index), ("neg", neg_edge_index)):

@@ -28,7 +28,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.files import check_path
 from pyg_sar.partition.assignment import restore_adjacency
 from pyg_sar.partition.attributes import Attribute, tensor_names
-from pyg_sar.partition.global_view import draw_alike, global_data, global_hetero_data
+from pyg_sar.partition.global_view import draw_alike, whole_graph
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import PLACE, NodeList, Space, kind_of
 from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
@@ -191,11 +191,11 @@ def load_partition(
         torch.compiler.set_stance("force_eager")  # Graphs of it would lose node tensors' gradients.
         draw_alike(comm)
     _warn_of_global_ids(metadata, tensors)
+    if view == "global":
+        return whole_graph(comm, metadata, tensors, place)
     if metadata.hetero is not None:
-        hetero = _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
-        return hetero if view == "local" else global_hetero_data(hetero, metadata, comm)
-    data = _as_data(comm, metadata, tensors, place)
-    return data if view == "local" else global_data(data, metadata, comm)
+        return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
+    return _as_data(comm, metadata, tensors, place)
 
 
 def _place(device: torch.device | str | None, comm: Communicator) -> torch.device:

@@ -59,6 +59,7 @@ from pyg_sar.partition.whole_graph import (
     prepare_hetero,
     prepare_homogeneous,
 )
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.wording import counted
 
 Progress = Callable[[str], None]
@@ -338,13 +339,12 @@ def add_attributes(
 ) -> None:
     """Writes a partition again with more node-level attributes. Collective.
 
-    Every worker passes the rows of its own nodes, in the order of ``data.n_id``, and writes its own
-    part; the folder gets its name when all have.
+    Every worker writes its own rows, in its own part; the folder gets its name when all have.
 
     Args:
         root: The partition that the workers have loaded.
-        attributes: New attributes by name, the same names on all workers, each with a row per node
-            of the worker.
+        attributes: New attributes by name, the same names on all workers: tensors of the whole
+            graph with a row per node.
         out: The folder to write, which all workers share. It may be ``root`` with ``overwrite``.
         overwrite: Replace a partition at ``out``.
 
@@ -374,8 +374,8 @@ def add_attributes(
         metadata.check_world_size(comm.world_size, comm.host is not None)
         tensors = dict(read_part(root, comm.rank, metadata=metadata))
         for name, value in attributes.items():
-            _check(name, value, metadata, tensors["n_id"].numel())
-            column = encode(name, value, "node")
+            _check(name, value, metadata)
+            column = encode(name, _own_rows(value, tensors["n_id"]), "node")
             whole = column.attribute.as_dict()
             described[name] = whole | {"shape": [metadata.num_nodes, *whole["shape"][1:]]}
             for suffix, full in tensor_names(name, column.attribute).items():
@@ -408,14 +408,24 @@ def add_attributes(
         raise PartitionError(problem)
 
 
-def _check(name: str, value: Any, metadata: PartitionMetadata, nodes: int) -> None:
+def _own_rows(value: Tensor, n_id: Tensor) -> Tensor:
+    """Returns a part's rows, in its order, of a tensor of the whole graph."""
+    if not isinstance(value, NodeTensor):
+        return value[n_id]
+    if value.axis or not torch.equal(value.rows.ids.cpu(), n_id):
+        raise ValueError(f"rows of shape {list(value.shape)} are not in the order of the graph's x")
+    return value.local.cpu()
+
+
+def _check(name: str, value: Any, metadata: PartitionMetadata) -> None:
     if metadata.hetero is not None:
         raise ValueError("attributes are added to partitions with one type of nodes only")
     if name in RESERVED or name in metadata.attributes:
         raise ValueError(f"'{name}' is an attribute of the partition '{metadata.root}' already")
+    nodes = metadata.num_nodes
     if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != nodes:
         raise ValueError(
-            f"Expected '{name}' to have a row for each of this worker's {counted(nodes, 'nodes')} "
+            f"Expected '{name}' to have a row for each of the graph's {counted(nodes, 'nodes')} "
             f"(got {list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
         )
 

@@ -10,92 +10,39 @@ those of one process with the same random state, whatever the partition.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import negative_sampling as sample_in_one_process
 from torch_geometric.utils._negative_sampling import edge_index_to_vector, vector_to_edge_index
 
-from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.comm.group import Communicator
 from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.space.distributed_index import DistEdgeIndex, dist_edge_index
 
 _LABEL = ("", "", "negative sampling")
-_METHODS = ("sparse", "dense")
 _TRIES = 3  # As PyG's.
 
 
 @torch.no_grad()
-def negative_sampling(
-    edge_index: Tensor,
-    num_nodes: int | None = None,
-    num_neg_samples: int | float | None = None,
-    method: str = "sparse",
-    force_undirected: bool = False,
-) -> Tensor:
-    r"""Draws pairs of nodes that are not edges of the whole graph. Collective.
+def sampled_pairs(
+    edge_index: DistEdgeIndex, num_neg_samples: int | float | None, force_undirected: bool
+) -> tuple[DistEdgeIndex, Tensor, int]:
+    """Draws pairs of nodes that are not edges of the whole graph. Collective.
 
-    Of a graph with :math:`N` nodes and the edges :math:`E` it draws, without repetition, from
-
-    .. math::
-        \{ (i, j) : i \neq j, \; (i, j) \notin E \}.
-
-    These are the pairs that :func:`torch_geometric.utils.negative_sampling` draws in one process
-    with the same state of Python's ``random``, for any number of workers and any partition: rank
-    0's state decides, and moves on alike on all workers.
-
-    .. code-block:: python
-
-        pairs = pyg_sar.negative_sampling(data.edge_index)
-        score = (z[pairs[0]] * z[pairs[1]]).sum(-1)  # fetches rows of other workers
-
-    Every worker draws all pairs: it holds about 110 bytes per pair while it does so (Python's
-    numbers), and keeps 8 bytes per own edge, and 1 per node of the graph (4 with more than 256
-    workers), with ``edge_index``. Per try, 1 byte per pair is summed over the workers.
+    See :func:`pyg_sar.negative_sampling`.
 
     Args:
-        edge_index: The distributed ``edge_index`` of a graph of one node type. Where there is only
-            one process, a plain one ``[2, E]`` will do: PyG's function is called.
-        num_nodes: May be left out. If given, the nodes of the whole graph, or of this worker.
-        num_neg_samples: Pairs of all workers together; a float is a share of the edges of all
-            workers. By default as many as there are edges. The same on every worker.
-        method: ``'sparse'`` or ``'dense'``; these draw the same pairs, and are one here.
-        force_undirected: Give each pair in both directions; pairs count once for each direction.
+        edge_index: Of a graph of one node type, not flipped.
+        num_neg_samples: See there; the same on every worker.
+        force_undirected: See there.
 
     Returns:
-        The pairs whose target this worker owns, a distributed ``edge_index`` ``[2, K_p]`` with its
-        own halo; its ``order`` says where they stand in the list of all workers. There are fewer
-        than asked for where three tries didn't find enough, as in PyG.
-
-    Raises:
-        TypeError: When ``edge_index`` is a plain tensor on several workers.
-        DistributedIndexError: When it is flipped, or of a relation of a ``HeteroData``.
-        ValueError: On every worker, when an argument is out of range or differs between workers.
+        The pairs whose target this worker owns, with their own halo; where they stand in the list
+        of all workers; how many that has.
     """
-    if not isinstance(edge_index, DistEdgeIndex):
-        if (comm := current()).world_size > 1:
-            raise TypeError(
-                f"Expected 'edge_index' to be a distributed one (got {type(edge_index).__name__} "
-                f"at rank {comm.rank} of {comm.world_size}): pass that of pyg_sar.load_partition()"
-            )
-        if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or len(edge_index) != 2:
-            found = list(edge_index.shape) if isinstance(edge_index, Tensor) else edge_index
-            raise TypeError(f"Expected 'edge_index' to be a tensor of shape [2, E] (got {found!r})")
-        plain: Tensor = sample_in_one_process(
-            edge_index, num_nodes, num_neg_samples, method, force_undirected
-        )
-        return plain
     plan = edge_index.plan
-    if plan.n_id is None or edge_index.bipartite or edge_index.dist_row != 0:
-        what = "is flipped" if edge_index.dist_row else "has no global ids: it is of a relation"
-        raise DistributedIndexError(
-            f"negative_sampling: 'edge_index' at rank {plan.rank} {what}. Pass data.edge_index of "
-            "a graph of one node type; for others take T.RandomLinkSplit before write_partitions()"
-        )
-    _agree(plan, num_nodes, num_neg_samples, method, force_undirected)
+    assert plan.n_id is not None
     edges: _Edges = edge_index.remember_together(
         ("pairs", force_undirected), lambda: _Edges(edge_index, force_undirected)
     )
@@ -106,44 +53,9 @@ def negative_sampling(
     if edges.num_pairs < edges.population:
         numbers = _draw(edges, count, plan.comm)
     size = edges.num_nodes, edges.num_nodes
-    pairs = vector_to_edge_index(numbers, size, False, force_undirected)
-    return _own_pairs(pairs.to(edge_index.device), edges.owner, plan, plan.n_id)
-
-
-def _agree(
-    plan: HaloPlan,
-    num_nodes: Any,
-    num_neg_samples: Any,
-    method: Any,
-    force_undirected: Any,
-) -> None:
-    """Raises on all workers where one has wrong arguments, or others than the rest."""
-    problem, amount = "", num_neg_samples
-    if method not in _METHODS:
-        problem = f"Expected 'method' to be one of {_METHODS} (got {method!r})"
-    elif amount is not None and (isinstance(amount, bool) or not isinstance(amount, int | float)):
-        problem = f"Expected 'num_neg_samples' to be a number (got {amount!r})"
-    elif amount is not None and not 0 <= amount < 2**62:
-        problem = f"Expected 'num_neg_samples' to be at least 0 (got {amount})"
-    asked = [type(amount).__name__, amount, bool(force_undirected)]
-    facts = plan.comm.all_gather_object(
-        [problem, None if problem else asked, plan.num_local, repr(num_nodes)], label=_LABEL
-    )
-    total = sum(fact[2] for fact in facts)
-    for rank, (text, mine, local, nodes) in enumerate(facts):
-        if text:
-            raise ValueError(f"negative_sampling: {text} at rank {rank}")
-        if mine != facts[0][1]:
-            raise ValueError(
-                "negative_sampling: 'num_neg_samples' and 'force_undirected' must be the same on "
-                f"all workers (got {mine[1:]} at rank {rank}, {facts[0][1][1:]} at rank 0): the "
-                "number is that of all workers together; a float is a share of all edges"
-            )
-        if nodes not in ("None", repr(local), repr(total)):
-            raise ValueError(
-                f"negative_sampling: Expected 'num_nodes' to be {total}, the nodes of the whole "
-                f"graph, or {local}, this worker's (got {nodes} at rank {rank}); leave it out"
-            )
+    pairs = vector_to_edge_index(numbers, size, False, force_undirected).to(edge_index.device)
+    place = (edges.owner[pairs[1]].long() == plan.rank).nonzero().view(-1)
+    return _own_pairs(pairs, place, edges.owner, plan, plan.n_id), place, pairs.size(1)
 
 
 class _Edges:
@@ -219,13 +131,16 @@ def _shared_generator(comm: Communicator) -> random.Random:
     return generator
 
 
-def _own_pairs(pairs: Tensor, owner: Tensor, plan: HaloPlan, n_id: Tensor) -> DistEdgeIndex:
+def _own_pairs(
+    pairs: Tensor, place: Tensor, owner: Tensor, plan: HaloPlan, n_id: Tensor
+) -> DistEdgeIndex:
     """Returns the pairs whose target this worker owns, in its numbering, with a halo plan.
 
     All workers know all pairs, so each knows who needs which of its rows: nothing is sent.
 
     Args:
         pairs: Global ids of sources and targets of all pairs ``[2, K]``.
+        place: Which of them have a target here.
         owner: The rank of each node.
         plan: The plan of the graph's edges.
         n_id: Global ids of the own nodes.
@@ -245,7 +160,6 @@ def _own_pairs(pairs: Tensor, owner: Tensor, plan: HaloPlan, n_id: Tensor) -> Di
     ranks = range(plan.world_size)
     leaving = (at_source == plan.rank) & (at_target != plan.rank)
     sent = (at_target * total + pairs[0])[leaving].unique()  # by (reader, id), as its halo is
-    place = (at_target == plan.rank).nonzero().view(-1)
     source, target = pairs[:, place]
     remote = at_source[place] != plan.rank
     halo, column = (at_source[place] * total + source)[remote].unique(return_inverse=True)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +29,9 @@ from pyg_sar.convert import distribute, plain_class
 from pyg_sar.errors import WorkerError
 from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
-from pyg_sar.partition.loading import PartData, PartHeteroData, load_partition
+from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.storage import add_attributes, write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tensors import NodeTensor
@@ -76,14 +75,13 @@ def infer(
 
     With ``memory`` or ``parts`` the graph is cut into parts, in a temporary folder, and a worker
     process computes them in turn, one layer after the other; what waits lies in files
-    (docs/larger-than-memory.md; Linux, with the C++ kernels). The model's own code sees tensors of
-    the whole graph then (docs/global-view.md). On the workers of a partition every worker calls
-    this with its own part, and the model's own code sees the rows of that part.
+    (docs/larger-than-memory.md; Linux, with the C++ kernels). There, and on the workers of a
+    partition, which all call this, the model's own code sees tensors of the whole graph
+    (docs/global-view.md).
 
     Args:
         model: The model, plain or distributed.
-        data: The whole graph in one process, or what :func:`pyg_sar.load_partition` gave, of
-            either view.
+        data: The whole graph in one process, or what :func:`pyg_sar.load_partition` gave.
         out: A ``.npy`` file, which the workers write in global order, each its own rows. It gets
             its name once it is complete, and replaces one of that name.
         memory: Bytes that each worker process may take beyond its start, such as ``'2GiB'``. The
@@ -101,17 +99,15 @@ def infer(
 
     Returns:
         The rows of all nodes ``[num_nodes, *]`` of a whole graph; with ``out`` they are mapped
-        from the file. On a partition this worker's rows ``[num_local, *]``, in the global view
-        the tensor of all nodes. With ``out``, half precision that NumPy does not have (bfloat16)
-        becomes float32.
+        from the file. On a partition a tensor of the whole graph. With ``out``, half precision that
+        NumPy does not have (bfloat16) becomes float32.
 
     Raises:
         ValueError: When an argument is out of range or does not fit the others; when the result
             has not one row per node, naming the rank.
         StoreError, WorkerError: When ``memory`` does not suffice.
     """
-    comm, shown = current(), _is_global(data)
-    is_part = shown or isinstance(data, PartData | PartHeteroData)
+    comm, is_part = current(), _is_part(data)
     _check(data, memory, parts, workers, store, node_type, is_part)
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
@@ -123,25 +119,18 @@ def infer(
         return _in_parts(
             model, data, out, memory, parts, workers, store, forward, node_type, policy
         )
-    if not is_part:
-        rows = _run(model, data, forward, node_type)
-    else:
-        hooks = model._forward_pre_hooks.values()
-        if shown or not any(isinstance(hook, GradientSum | SummedByHand) for hook in hooks):
-            if comm.world_size > 1:
-                check_replicas(model, comm)
-            # A copy: the caller's stays a plain model.
-            with _put_aside(model):
-                view: Literal["local", "global"] = "global" if shown else "local"
-                model = distribute(copy.deepcopy(model), policy, view=view)
-        rows = _run(model, data, forward, node_type)
+    if is_part:
+        check_replicas(model, comm)
+        with _put_aside(model):  # A copy: the caller's stays a plain model.
+            model = distribute(copy.deepcopy(model), policy)
+    rows = _run(model, data, forward, node_type)
     if out is None:
         return rows
     rows = rows.float() if rows.dtype == torch.bfloat16 else rows
     if isinstance(rows, NodeTensor):
         write_rows(rows.local, rows.rows.ids, out)
     else:
-        write_rows(rows, _ids(data, node_type, rows), out)
+        write_rows(rows, torch.arange(len(rows)), out)
     return rows if is_part else _mapped(out)
 
 
@@ -235,7 +224,7 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
             f"{counted(count, 'nodes')} of rank {current().rank} (got {found}): pass forward=, a "
             "function of model and data"
         )
-    if _is_global(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
+    if _is_part(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
         raise ValueError(
             f"Expected a result of the nodes, each worker its rows (got {found} on all workers, at "
             f"rank {current().rank}): pass forward=, a function that computes it of data"
@@ -243,16 +232,10 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
     return rows.detach()
 
 
-def _is_global(data: Any) -> bool:
-    """Says if data is of a partition's global view."""
+def _is_part(data: Any) -> bool:
+    """Says if data is what :func:`pyg_sar.load_partition` gave."""
     stores = data.stores if isinstance(data, Data | HeteroData) else []
     return any(isinstance(value, NodeTensor) for store in stores for value in store.values())
-
-
-def _ids(data: Any, node_type: str | None, rows: Tensor) -> Tensor:
-    store = data[node_type] if isinstance(data, HeteroData) else data
-    found = store.get("n_id") if isinstance(data, PartData | PartHeteroData) else None
-    return torch.arange(len(rows)) if found is None else found
 
 
 def _mapped(path: str | os.PathLike[str]) -> Tensor:
@@ -320,8 +303,9 @@ def _infer_part(
     policy: SARPolicy | None,
 ) -> None:
     """Runs for each part. The model's own code sees the whole graph, as it does in one process."""
-    data = load_partition(root, view="global")
-    infer(model, data, out=path, forward=forward, node_type=node_type, policy=policy)
+    infer(
+        model, load_partition(root), out=path, forward=forward, node_type=node_type, policy=policy
+    )
 
 
 def _needed(data: Any) -> Any:
@@ -390,6 +374,15 @@ def _item_size(model: nn.Module) -> int:
 # Before the training ##########################################################
 
 
+class _WithLoops(LGConv):
+    """The matrix of ``GCNConv``: with edges from each node to itself."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        edges, weight = add_remaining_self_loops(edge_index, edge_weight, 1.0, x.size(0))
+        out: Tensor = super().forward(x, edges, weight)
+        return out
+
+
 @torch.no_grad()
 def propagate_features(
     parts: str | os.PathLike[str],
@@ -418,7 +411,7 @@ def propagate_features(
         overwrite: Replace a partition at ``out``.
 
     Returns:
-        This worker's part, with the features.
+        The graph as :func:`pyg_sar.load_partition` gives it, with the features.
 
     Raises:
         ValueError: When the graph has no features, or several node types, or an argument is wrong.
@@ -426,24 +419,21 @@ def propagate_features(
     """
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise ValueError(f"Expected 'K' to be an integer >= 1 (got {K!r})")
-    data = load_partition(parts, view="local")
+    data = load_partition(parts)
     x = data.get("x") if isinstance(data, Data) else None
     if not isinstance(data, Data) or not isinstance(x, Tensor) or x.dim() != 2:
         raise ValueError(
             f"'{os.fspath(parts)}' has no features 'x' of one node type, [num_nodes, F] (rank "
             f"{current().rank})"
         )
-    x = x if x.layout == torch.strided else x.to_dense()
     if not x.is_floating_point():
         x = x.float()
-    edge_index, weight = data.edge_index, data.get("edge_weight")
+    edges, weight = data.get("edge_index", data.get("adj_t")), data.get("edge_weight")
     weight = None if weight is None else weight.view(-1).to(x.dtype)
-    if add_self_loops:
-        edge_index, weight = add_remaining_self_loops(edge_index, weight, 1.0, data.num_nodes)
-    layer = distribute(LGConv(), view="local")
+    layer = distribute(_WithLoops() if add_self_loops else LGConv())
     found: dict[str, Tensor] = {}
     for k in range(1, K + 1):
-        x = found[f"x{k}"] = layer(x, edge_index, weight)
+        x = found[f"x{k}"] = layer(x, edges, weight)
         data[f"x{k}"] = x
     if out is not None:
         add_attributes(parts, found, out, overwrite=overwrite)

@@ -31,7 +31,6 @@ from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.metrics import mean
 from pyg_sar.store.part_store import CACHES
 from pyg_sar.tools.forecasts import Run, Runs, Stored, left_to_tensors
 from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, write_sample
@@ -100,7 +99,7 @@ class Samples:
         # Without shared memory rows are sent and received, as between hosts: each is one worker's.
         env = {"PYG_SAR_SHARED_MEMORY": "0"}
         return self._by_policy(
-            [launch(_try_threads, 1, self._parts, *given, env=env)[0] for given in self._given]
+            [launch(try_part, self._parts, *given, env=env) for given in self._given]
         )
 
     def hosted(self) -> list[Runs]:
@@ -144,11 +143,6 @@ def _rows(shapes: Sequence[PartShape]) -> int:
     return sum(shape.nodes + sum(shape.halo) + sum(shape.edges) // 8 for shape in shapes)
 
 
-def _try_threads(parts: int, *given: Any) -> list[list[Run]]:
-    """Returns the runs of workers that are threads, in a process of its own."""
-    return launch(try_part, parts, *given, backend="threads")
-
-
 class Training:
     """A training of this worker's part of a sample.
 
@@ -165,10 +159,10 @@ class Training:
         watch: AbstractContextManager[Any] | None = None,
     ) -> None:
         with watch or nullcontext():
-            self._data, self._call = load_partition(root, view="local"), call
+            self._data, self._call = load_partition(root), call
             torch.manual_seed(0)
             own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(self._data)
-            self._model = distribute(own, policy, view="local")
+            self._model = distribute(own, policy)
             self._optimizer = torch.optim.Adam(self._model.parameters())
             for _ in range(2):
                 self.step()
@@ -241,8 +235,8 @@ def train_step(model: nn.Module, data: Data, optimizer: torch.optim.Optimizer, c
     out = call(model, data)
     y = data.get("y")
     if isinstance(y, Tensor) and not y.is_floating_point() and out.dim() == 2:
-        values = F.cross_entropy(out, y.view(-1).clamp(0, out.size(1) - 1), reduction="none")
+        loss = F.cross_entropy(out, y.view(-1).clamp(0, out.size(1) - 1))
     else:
-        values = out.float().square()
-    mean(values).backward()
+        loss = out.float().square().mean()
+    loss.backward()
     optimizer.step()

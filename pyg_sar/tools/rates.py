@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.store.row_file import RowFile
+from pyg_sar.tensors import node_tensors
 
 REPEAT = 5
 REQUEST, SMALL, FILE = 1 << 20, 1 << 14, 1 << 28
@@ -49,6 +50,8 @@ class Work(TorchDispatchMode):
         return Work(self.flops * factor, self.moved * factor, self.gathered * factor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if node_tensors(args, kwargs):
+            return NotImplemented  # What its rule calls with this worker's rows comes here next.
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")
         own, operator = name[0] == "pyg_sar", name[2].rstrip("_")
@@ -217,6 +220,8 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if node_tensors(args, kwargs):
+            return NotImplemented  # What its rule calls with this worker's rows comes here next.
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for tensor in given:
             self._follow(tensor, counted=False)

@@ -1,8 +1,8 @@
 """``verify(model, data)``: does this model give on workers what it gives in one process?
 
-A small part of the graph goes through the model in one process (plain PyG) and on a few workers
-that are threads, in float64 and from the same parameters. Outputs, gradients and buffers are
-compared, and what passes between the modules: the first difference names the place.
+A small part of the graph goes through the model in one process (plain PyG) and in a few parts that
+the process hosts in turn, in float64 and from the same parameters. Outputs, gradients and buffers
+are compared, and what passes between the modules: the first difference names the place.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm.group import LocalCommunicator, current
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, host_parts
-from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
-from pyg_sar.errors import OneShotWarning, WorkerError
+from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import TemporaryFolder, check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
-from pyg_sar.partition.global_view import global_data
 from pyg_sar.partition.levels import check_levels, levels_of
-from pyg_sar.partition.loading import PartData, load_partition
-from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_lists import NodeIds, said_of, without_lists
 from pyg_sar.partition.parts import restricted
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
+from pyg_sar.tensors import Edges, NodeTensor
 from pyg_sar.tools.comparison import (
     LayerReport,
     ModelPass,
@@ -93,8 +91,7 @@ def verify(
     Args:
         model: A plain PyG model.
         data: The graph, or a part of it.
-        num_workers: Workers: threads of this process. With ``memory`` or ``store``: parts that it
-            hosts in turn.
+        num_workers: Workers: parts of the graph that this process hosts in turn.
         policy: How layers run.
         call: Runs the model, ``call(model, data)``. By default the arguments of ``forward``
             without a default value are attributes of ``data`` by their names; see
@@ -128,7 +125,7 @@ def verify(
             "pyg_sar.train.gradient_error measures the difference"
         )
     check_folder("store", store)
-    hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
+    hosting: Any = Hosting.of(num_workers, memory, store)
     with _float64(), torch.random.fork_rng(devices=[]):  # Layers seed their draws, also of none.
         # Of the graph: in a sample there may be as many edges as nodes.
         check_levels(levels, data.keys())
@@ -158,7 +155,9 @@ def verify(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
             )  # fmt: skip
-            _run(task, report, num_workers, timeout, hosting)
+            _run(task, report, timeout, hosting)
+            if memory is None and store is None:
+                report.hosting = {}
     return report
 
 
@@ -176,7 +175,7 @@ def _check_arguments(
     )
     for given in kinds:
         check_type(*given)
-    if isinstance(data, PartData):
+    if any(isinstance(value, NodeTensor) for _, value in data):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     if not isinstance(tolerance, int | float) or not tolerance >= 0:
         raise ValueError(f"Expected 'tolerance' to be a number of at least 0 (got {tolerance!r})")
@@ -336,25 +335,19 @@ def _with_gradients(found: ModelPass, model: nn.Module, leaves: Mapping[str, Ten
 # Workers #####################################################################
 
 
-def _run(
-    task: _Task, report: VerifyReport, num_workers: int, timeout: float, hosting: Hosting | None
-) -> None:
+def _run(task: _Task, report: VerifyReport, timeout: float, hosting: Hosting) -> None:
     """Runs workers until no layer fails any more: one that does is replaced by its results."""
     refused = task.refused
-    settings: dict[str, Any] = {"backend": "threads", "timeout": timeout}
+    outer = LocalCommunicator(torch.device("cpu"), timeout)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", OneShotWarning)
-        refused.update(_innermost(launch(_refusals, num_workers, task, **settings)[0]))
+        refused.update(_innermost(host_parts(_refusals, (task,), hosting, outer)[0]))
         while report.failure == "":
             try:
-                if hosting is None:
-                    workers = launch(_worker, num_workers, task, **settings)
-                else:
-                    outer = LocalCommunicator(torch.device("cpu"), timeout)
-                    workers = host_parts(_worker, (task,), hosting, outer)
+                workers = host_parts(_worker, (task,), hosting, outer)
                 break
-            except (WorkerError, PartError) as failure:
+            except PartError as failure:
                 place, text = _place_of(failure)
                 if not place or place in refused or len(refused) == _MOST_FAILURES:
                     report.failure = text
@@ -371,7 +364,7 @@ def _run(
         compare(task.model, task.expected, workers, report)
 
 
-def _place_of(failure: WorkerError | PartError) -> tuple[str, str]:
+def _place_of(failure: PartError) -> tuple[str, str]:
     """Returns the module in which a worker failed, and what it said."""
     cause = failure.__cause__ or failure
     text = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
@@ -400,9 +393,9 @@ def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
 
 def _worker(task: _Task) -> ModelPass:
     """Makes two passes: one is compared; the other is counted, when all that is kept is there."""
-    # Workers that are threads share PyTorch's generator; here nothing is drawn.
-    part = load_partition(task.root, view="local")
-    mine = global_data(part, read_metadata(task.root), current())
+    mine = load_partition(task.root)
+    edges: Any = mine.get("edge_index", mine.get("adj_t"))
+    joined: Edges = edges.edges if isinstance(edges, NodeTensor) else edges.places.edges
     model = copy.deepcopy(task.model)
     for name in task.refused:
         put(model, name, StandIn(task.expected.results[name]))
@@ -418,8 +411,8 @@ def _worker(task: _Task) -> ModelPass:
     run = HostedRun(current())
     with Ledger(current()) as ledger:
         _pass(task, model, mine)
-    found.hosting = run.summary(model, ledger, part.num_nodes, 1)
-    plan = part.edge_index.plan
+    found.hosting = run.summary(model, ledger, joined.targets.count, 1)
+    plan = joined.index.plan
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             found.layers[name] = _layer(name, module, ledger, plan.num_halo)
