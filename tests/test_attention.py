@@ -33,9 +33,10 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def small_tiles() -> None:
-    """Several tiles each way also on small graphs; in a worker's process."""
+def set_up() -> None:
+    """A worker's process: several tiles each way also on small graphs, and the default dtype."""
     engine.QUERIES, engine.KEYS = 5, 3
+    torch.set_default_dtype(torch.float64)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -92,7 +93,7 @@ def test_streamed_attention(world: int, launch: Any, tmp_path: Path):
         expected.append([out.detach(), *(t.grad for t in leaves)])
 
     def worker(root: Path) -> list[list[Tensor]]:
-        small_tiles()
+        set_up()
         data, found = pyg_sar.load_partition(root), []
         for prefetch in (0, 1, 2):
             for batch in (data.batch, None):
@@ -121,7 +122,7 @@ def test_scores_far_apart_and_low_precision(dtype: torch.dtype, tmp_path: Path):
     data = nodes(2, **dict(zip("qkv", full, strict=True)))
 
     def worker(root: Path) -> Tensor:
-        small_tiles()
+        set_up()
         data = pyg_sar.load_partition(root)
         return whole(pyg_sar.nn.global_attention(data.q, data.k, data.v))
 
@@ -137,7 +138,8 @@ def test_memory_and_traffic(tmp_path: Path):
     """Keys and values of one worker at a time, or two; scores never; by formula."""
     rows, heads, width, world = 20, 2, 4, 4
     given = {n: draw(world * rows, heads, width, seed=s) for s, n in enumerate("qkv")}
-    data = Data(edge_index=torch.zeros(2, 0, dtype=torch.long), **given)
+    none = torch.zeros(2, 0, dtype=torch.long)
+    data = Data(edge_index=none, num_nodes=world * rows, **given)
     part = torch.arange(world * rows) % world
     pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
 
@@ -269,7 +271,7 @@ def test_models_are_exact(world: int, launch: Any, tmp_path: Path):
     expected = [one_pass(copy.deepcopy(models[name]), data, several) for name, several in cases]
 
     def worker(root: Path) -> list[Any]:
-        small_tiles()
+        set_up()
         data = pyg_sar.load_partition(root)
         return [
             one_pass(pyg_sar.distribute(copy.deepcopy(models[name])), data, several)

@@ -472,6 +472,7 @@ def one_pass(model: torch.nn.Module, run: Run, data: Any) -> Any:
 
 def all_passes(root: Path, made: dict[str, torch.nn.Module]) -> dict[str, Any]:
     """A worker's part: every case, or the text of its error."""
+    torch.set_default_dtype(torch.float64)
     data, found = pyg_sar.load_partition(root), {}
     for name, (_, run) in CASES.items():
         try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    HANConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
@@ -250,11 +251,11 @@ class _Call:
             yield
             return
         if policy.random is not None and rows is not None:
-            rows.enter(self.module, args, kwargs, check=False)
+            rows.enter(self.module, args, kwargs)
             try:
                 yield
             finally:
-                rows.leave(self.module, args, None)
+                rows.leave()
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -303,8 +304,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
-                "tensor with a row per node, or a dict of them by node type"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return "
+                "a tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -557,7 +558,7 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""
