@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    HANConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
@@ -41,8 +42,8 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
-from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -250,11 +251,11 @@ class _Call:
             yield
             return
         if policy.random is not None and rows is not None:
-            rows.enter(self.module, args, kwargs, check=False)
+            rows.enter(self.module, args, kwargs)
             try:
                 yield
             finally:
-                rows.leave(self.module, args, None)
+                rows.leave()
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -303,8 +304,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: let it return a "
-                "tensor with a row per node, or a dict of them by node type"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return "
+                "a tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -472,7 +473,8 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
+        explaining = explained(self, args, kwargs)
+        with _policy_of_parts(self), explaining, call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -515,7 +517,7 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        with _policy_of_parts(self), call.parameters():
+        with _policy_of_parts(self), call.parameters(), own_rows_only():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -556,7 +558,7 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""
@@ -577,6 +579,21 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 @cache
