@@ -36,6 +36,7 @@ ALWAYS = (
     *("layer_of_a_computed_weight", "layer_with_a_mean_over_all_nodes", "gps_layer"),
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
+    "norms_over_nodes_as_a_sequence",
 )
 """Models that always run, on 2 workers."""
 
