@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch_geometric.nn
@@ -13,17 +13,17 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.nn import attention, registry
+from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
-from pyg_sar.nn.global_calls import GlobalCalls, global_class
+from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
+from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.reducing_layers import mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
@@ -44,10 +44,10 @@ def _dist_class(
         alone: One process, whose layers can be compiled; else each call is made between two graphs.
         by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
     """
-    before = registry.mixin_of(kind)
+    before = mixin_of(kind)
     compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
     methods = {
-        **registry.names_of(kind),
+        **names_of(kind),
         **(methods_of(kind, by_kernel) if alone else compiled),
     }
     return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
@@ -65,16 +65,13 @@ def distribute(
     policy: SARPolicy | None = None,
     *,
     layer_policies: Mapping[str, SARPolicy] | None = None,
-    sum_gradients: bool = True,
-    replicated: Collection[str] = (),
-    view: Literal["local", "global"] = "global",
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
     :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
-    statistics over all workers; readouts, attention over all nodes and models that reduce over
-    nodes do so over all workers' nodes (docs/global.md lists them). Parameters, buffers,
+    statistics over all workers. All other modules, readouts included, stay as they are. Layers and
+    norms take and give tensors of the whole graph. Parameters, buffers,
     ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
     all workers. Embeddings with a row per node of the graph that was loaded, and the adjacency's
     weight of ``LINKX``, become tensors of the whole graph of which each worker owns its rows
@@ -92,18 +89,10 @@ def distribute(
 
     Args:
         model: The model, built alike on every worker.
-        policy: How its layers run.
+        policy: How its layers run. By default they draw random numbers as one process
+            (``SARPolicy(random='same')``; on an ordinary graph in one process ``SARPolicy()``, with
+            which kernels draw their own).
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
-        sum_gradients: With ``view='local'``: sum parameter gradients over the workers inside
-            ``backward()``. If not, call :func:`pyg_sar.reduction.sum_gradients` yourself.
-        replicated: With ``view='local'``: names of submodules whose inputs are the same on all
-            workers: what comes after a readout, such as ``['head']``. Their rows are graphs, each
-            of which every worker has, so their norms and aggregations stay as they are.
-        view: As that of :func:`load_partition`. By default layers and norms take and give tensors
-            of the whole graph, and all other modules, readouts included, stay as they are; the
-            default policy draws random numbers as one process (``SARPolicy(random='same')``; on an
-            ordinary graph in one process ``SARPolicy()``, with which kernels draw their own).
-            ``'local'``: they take each worker's own rows.
 
     Returns:
         ``model``.
@@ -111,27 +100,20 @@ def distribute(
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
-            the model is on another device than the workers' data, a reduction over nodes can't be
+            the model is on another device than the workers' data, a norm within a layer can't be
             distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers'
             models differ: in modules, shapes or plain attributes.
     """
     comm = current()
-    if view not in ("local", "global"):
-        raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     policies = _policies(model, policy, layer_policies)
-    whole = view == "global"
-    seeing = registry.Seeing(model, replicated)
-    _check(model, policies, comm, seeing, whole)
+    _check(model, policies, comm)
     _put_on_device(model, comm)
-    default = None if policy or not whole else SARPolicy(random="same")
+    default = None if policy else SARPolicy(random="same")
     policy = policy or default or SARPolicy()
-    _check_alike(model, policy, policies, replicated, comm)
-    if policy.random is not None and not whole:
-        refuse_dense_attention(model, policy.random)
+    _check_alike(model, policy, policies, comm)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
     if comm.world_size > 1:
         _copy_from_first(model, comm)
-    if comm.world_size > 1 and whole:
         own_rows(model, comm)
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
@@ -149,34 +131,19 @@ def distribute(
             module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs
-            if whole and not isinstance(module, GlobalCalls):
+            if not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
-        elif name in seeing.rows and type(module) in NORMS:
+        elif type(module) in NORMS:
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
-                module.__class__ = registry.named_as(NORMS[plain], plain)
-            if whole:
+                module.__class__ = named_as(NORMS[plain], plain)
+            if not isinstance(module, torch.nn.InstanceNorm1d):
                 _take_whole(module, name, shared)
-        elif whole and type(module) is torch.nn.MultiheadAttention:
-            whole_kind: Any = attention.GlobalMultiheadAttention
-            module.__class__ = registry.named_as(whole_kind, torch.nn.MultiheadAttention)
-        elif name in seeing.nodes and not whole:
-            module.__class__ = registry.class_after(type(module))
-    DrawsOfForward.remove(model)
-    if draws is not None and not whole:
-        draws.install(model)
-    if comm.world_size > 1 and whole:
+        elif type(module) is torch.nn.MultiheadAttention:
+            whole_kind: Any = GlobalMultiheadAttention
+            module.__class__ = named_as(whole_kind, torch.nn.MultiheadAttention)
+    if comm.world_size > 1:
         shared.known_to(comm, model)
-    elif comm.world_size > 1:
-        kinds = (GradientSum, SummedByHand)
-        _check_own(model, comm)
-        if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
-            hook = GradientSum(comm) if sum_gradients else SummedByHand(comm)
-            hook(model)
-            model.register_forward_pre_hook(hook, with_kwargs=True)
-            for module in model.modules():
-                if isinstance(module, DistMessagePassing):
-                    module.gradient_sum = hook
     return model
 
 
@@ -236,31 +203,12 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     shared.join(name or kind.__name__, module)
 
 
-def _check_own(model: torch.nn.Module, comm: Communicator) -> None:
-    """Raises ``ValueError`` on a model that another part, or thread, of this process trains."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, GradientSum | SummedByHand) and hook.comm is not comm:
-            other = hook.comm
-            if other.rank != comm.rank:
-                raise ValueError(
-                    f"This model is already that of rank {other.rank} in the same process, and "
-                    f"rank {comm.rank} can't train it as well: make, or copy, the model within "
-                    "the function that each part runs"
-                )
-
-
 def _as_it_is(norm: torch.nn.Module, comm: Communicator) -> bool:
     """Tells whether a norm needs no other workers; ``SyncBatchNorm`` alone is for GPUs."""
     return comm.world_size == 1 and not isinstance(norm, torch.nn.SyncBatchNorm)
 
 
-def _check(
-    model: torch.nn.Module,
-    policies: Mapping[str, SARPolicy],
-    comm: Communicator,
-    seeing: registry.Seeing,
-    whole: bool,
-) -> None:
+def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
     if unknown:
@@ -279,14 +227,17 @@ def _check(
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
-    if not whole:
-        registry.check_modules(seeing.nodes)
-    for name, module in seeing.rows.items():
-        _check_norm(name, module)
+    inner = {m for layer in modules.values() for m in layer.modules() if _is_layer(layer)}
+    for name, module in modules.items():
+        _check_norm(name, module, module in inner)
 
 
-def _check_norm(name: str, module: torch.nn.Module) -> None:
-    """Refuses norms whose statistics would be over each worker's own nodes only."""
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
+    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
     group = getattr(module, "process_group", None)
     if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
         raise ValueError(
@@ -294,7 +245,7 @@ def _check_norm(name: str, module: torch.nn.Module) -> None:
             "workers: leave it at None"
         )
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+    if not within or not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
         return
     if isinstance(module, tuple(NORMS.values())):
         return  # Written for several workers.
@@ -310,7 +261,6 @@ def _check_alike(
     model: torch.nn.Module,
     policy: SARPolicy,
     policies: Mapping[str, SARPolicy],
-    replicated: Collection[str],
     comm: Communicator,
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
@@ -318,7 +268,6 @@ def _check_alike(
     rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    rows += [f"replicated: {sorted(replicated)}"]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     found = first_difference([*rows, *attribute_rows(model)], comm)
     if found is not None:

@@ -39,7 +39,6 @@ EVERY = {
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_compiled::test_layers_compile_without_a_break": 3,
     "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
-    "test_contract_state::test_rule_5_dtypes": 3,
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 7,
     "test_dependence::test_what_is_fetched_and_computed_again": 2,

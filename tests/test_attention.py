@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as gnn
 from combinations import some
-from oracle import TOLERANCE, error, gradient_scale, make_graph, threads
+from oracle import TOLERANCE, error, gradient_scale, make_graph, parts, whole, workers
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.nn import attention as plain
+from torch_geometric.utils import to_dense_batch
 
 import pyg_sar
 from pyg_sar.engine.kernels import dense as engine
 
 CHANNELS, NODES = 6, 37
-WORLDS = (1, 2, 3, 5)
+WORLDS = ((1, workers), (2, workers), (3, workers), (5, parts))
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +33,10 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles each way also on small graphs."""
-    monkeypatch.setattr(engine, "QUERIES", 5)
-    monkeypatch.setattr(engine, "KEYS", 3)
+def set_up() -> None:
+    """A worker's process: several tiles each way also on small graphs, and the default dtype."""
+    engine.QUERIES, engine.KEYS = 5, 3
+    torch.set_default_dtype(torch.float64)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -69,143 +70,115 @@ def dense(q: Tensor, k: Tensor, v: Tensor, batch: Tensor) -> Tensor:
     return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("world", WORLDS)
-def test_streamed_attention(world: int, prefetch: int):
-    tensors = [draw(NODES, 2, d, seed=s) for d, s in ((3, 1), (3, 2), (4, 3))]
-    part, weights = assignment(world), draw(NODES, 2, 4, seed=4)
-    for several in (False, True):
-        batch = graph(True).batch if several else torch.zeros(NODES, dtype=torch.long)
-        leaves = [t.clone().requires_grad_() for t in tensors]
-        expected = dense(*leaves, batch)
-        (expected * weights).sum().backward()
-
-        def worker(batch: Tensor = batch) -> Any:
-            ids = (part == pyg_sar.comm.current().rank).nonzero().view(-1).flip(0)  # in any order
-            mine = [t[ids].requires_grad_() for t in tensors]
-            out = engine.global_attention(
-                *mine, pyg_sar.space.dist_batch(batch[ids]), prefetch=prefetch
-            )
-            (out * weights[ids]).sum().backward()
-            return [ids, out.detach(), *(t.grad for t in mine)]
-
-        workers = threads(worker, world)
-        ids = torch.cat([w[0] for w in workers])
-        for k, want in enumerate([expected.detach(), *(t.grad for t in leaves)], start=1):
-            got = torch.empty_like(want)
-            got[ids] = torch.cat([w[k] for w in workers])
-            assert error(got, want) <= TOLERANCE, (k, several)
+def written(root: Path, world: int, data: Any) -> Path:
+    pyg_sar.write_partitions(data, world, root / "parts", assignment(world))
+    return root / "parts"
 
 
-def test_scores_far_apart():
-    """Scores of plus and minus 10^4 neither overflow nor vanish."""
-    q, k, v = (draw(12, 1, 2, seed=s) * scale for s, scale in ((1, 100), (2, 100), (3, 1)))
-    batch = torch.zeros(12, dtype=torch.long)
-
-    def worker() -> Tensor:
-        mine = slice(0, 4) if pyg_sar.comm.current().rank == 0 else slice(4, 12)
-        return engine.global_attention(
-            q[mine], k[mine], v[mine], pyg_sar.space.dist_batch(batch[mine])
-        )
-
-    assert error(torch.cat(threads(worker, 2)), dense(q, k, v, batch)) <= TOLERANCE
+def nodes(world: int, **tensors: Tensor) -> Any:
+    data = graph(True)
+    data.update(tensors)
+    return data
 
 
-def test_memory_and_traffic():
+@pytest.mark.parametrize(("world", "launch"), WORLDS)
+def test_streamed_attention(world: int, launch: Any, tmp_path: Path):
+    tensors = {n: draw(NODES, 2, d, seed=s) for n, d, s in (("q", 3, 1), ("k", 3, 2), ("v", 4, 3))}
+    data, weights, expected = nodes(world, **tensors), draw(NODES, 2, 4, seed=4), []
+    zeros = torch.zeros(NODES, dtype=torch.long)
+    for batch in (data.batch, zeros):
+        leaves = [t.clone().requires_grad_() for t in tensors.values()]
+        out = dense(*leaves, batch)
+        (out * weights).sum().backward()
+        expected.append([out.detach(), *(t.grad for t in leaves)])
+
+    def worker(root: Path) -> list[list[Tensor]]:
+        set_up()
+        data, found = pyg_sar.load_partition(root), []
+        for prefetch in (0, 1, 2):
+            for batch in (data.batch, None):
+                leaves = [data[name].clone().requires_grad_() for name in tensors]
+                out = pyg_sar.nn.global_attention(*leaves, batch, prefetch=prefetch)
+                (out * weights).sum().backward()
+                found.append([whole(out.detach()), *(whole(t.grad) for t in leaves)])
+        return found
+
+    for found in launch(worker, world, written(tmp_path, world, data)):
+        for k, values in enumerate(found):
+            for got, want in zip(values, expected[k % 2], strict=True):
+                assert error(got, want) <= TOLERANCE, k
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_far_apart_and_low_precision(dtype: torch.dtype, tmp_path: Path):
+    """Scores of plus and minus 10^4 neither overflow nor vanish; half precision as PyTorch's.
+
+    At most twice the error of the dense product in that dtype, both against float64.
+    """
+    scales = (100, 100, 1) if dtype == torch.float64 else (1, 1, 1)
+    full = [(draw(NODES, 2, 4, seed=s) * scale).to(dtype) for s, scale in enumerate(scales)]
+    batch = torch.zeros(NODES, dtype=torch.long)
+    exact, theirs = dense(*(t.double() for t in full), batch), dense(*full, batch)
+    data = nodes(2, **dict(zip("qkv", full, strict=True)))
+
+    def worker(root: Path) -> Tensor:
+        set_up()
+        data = pyg_sar.load_partition(root)
+        return whole(pyg_sar.nn.global_attention(data.q, data.k, data.v))
+
+    for ours in workers(worker, 2, written(tmp_path, 2, data)):
+        assert ours.dtype == dtype
+        if dtype == torch.float64:
+            assert error(ours, exact) <= TOLERANCE
+        else:
+            assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
+
+
+def test_memory_and_traffic(tmp_path: Path):
     """Keys and values of one worker at a time, or two; scores never; by formula."""
     rows, heads, width, world = 20, 2, 4, 4
+    given = {n: draw(world * rows, heads, width, seed=s) for s, n in enumerate("qkv")}
+    none = torch.zeros(2, 0, dtype=torch.long)
+    data = Data(edge_index=none, num_nodes=world * rows, **given)
+    part = torch.arange(world * rows) % world
+    pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
 
-    def worker(prefetch: int) -> Any:
-        comm = pyg_sar.comm.current()
-        q, k, v = (draw(rows, heads, width, seed=s).requires_grad_() for s in range(3))
-        batch = pyg_sar.space.dist_batch(torch.zeros(rows, dtype=torch.long))
-        saved: list[int] = []
-        with (
-            pyg_sar.Ledger(comm) as ledger,
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t: saved.append(t.numel()) or t, lambda t: t
-            ),
-        ):
-            out = engine.global_attention(q, k, v, batch, prefetch=prefetch, layer="attn")
-            out.sum().backward()
-        found = [
-            ledger.received_bytes(layer="attn", kind=kind)
-            for kind in ("fetch", "refetch", "gradient")
-        ]
-        return ledger.peak_resident_rows("attn"), found, max(saved)
+    def worker(root: Path) -> list[Any]:
+        comm, data, found = pyg_sar.comm.current(), pyg_sar.load_partition(root), []
+        for prefetch in (0, 1):
+            q, k, v = (data[name].to_local().clone().requires_grad_() for name in "qkv")
+            saved: list[int] = []
+            with (
+                pyg_sar.Ledger(comm) as ledger,
+                torch.autograd.graph.saved_tensors_hooks(
+                    lambda t, saved=saved: saved.append(t.numel()) or t, lambda t: t
+                ),
+            ):
+                engine.streamed_attention(q, k, v, prefetch=prefetch, layer="a").sum().backward()
+            kinds = ("fetch", "refetch", "gradient")
+            traffic = [ledger.received_bytes(layer="a", kind=kind) for kind in kinds]
+            found.append((ledger.peak_resident_rows("a"), traffic, max(saved)))
+        return found
 
     per_pass = (world - 1) * rows * heads * 2 * width * 8
-    for prefetch in (0, 1):
-        for peak, traffic, largest in threads(worker, world, prefetch):
+    for found in workers(worker, world, tmp_path / "parts"):
+        for prefetch, (peak, traffic, largest) in enumerate(found):
             assert peak <= (1 + prefetch) * rows
             assert traffic == [per_pass] * 3
             assert largest == rows * heads * width
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_dropout_is_right_in_distribution_and_remade(world: int):
-    """Weights are kept with probability 1 - p and scaled; the backward pass uses the same mask.
+def test_wrong_shapes_are_errors(tmp_path: Path):
+    data = nodes(2, q=draw(NODES, 2, 3), k=draw(NODES, 3, 3))
 
-    The values are a unit matrix, so that the output is the dropped matrix of weights itself.
-    """
-    p, part = 0.4, assignment(world)
-    q, k = draw(NODES, 1, 3, seed=1), draw(NODES, 1, 3, seed=2)
-    batch = torch.zeros(NODES, dtype=torch.long)
-    unit, gradient = torch.eye(NODES).unsqueeze(1), draw(NODES, 1, NODES, seed=5)
+    def worker(root: Path) -> None:
+        data = pyg_sar.load_partition(root)
+        with pytest.raises(ValueError, match=r"\[num_local, heads, d\].*rank"):
+            pyg_sar.nn.global_attention(data.q, data.k, data.k)
+        with pytest.raises(TypeError, match="tensors of the whole graph"):
+            pyg_sar.nn.global_attention(draw(4, 2, 3), draw(4, 2, 3), draw(4, 2, 3))
 
-    def worker(seed: int) -> Any:
-        rank = pyg_sar.comm.current().rank
-        ids = (part == rank).nonzero().view(-1)
-        v, query = unit[ids].requires_grad_(), q[ids].requires_grad_()
-        torch.manual_seed(seed)
-        args = (query, k[ids], v, pyg_sar.space.dist_batch(batch[ids]))
-        out = engine.global_attention(*args, dropout=p)
-        (out * gradient[ids]).sum().backward()
-        return ids, out.detach().squeeze(1), v.grad.squeeze(1), query.grad
-
-    weights = dense(q, k, unit, batch).squeeze(1)
-    seen = []
-    for seed in (3, 4):
-        workers = threads(worker, world, seed)
-        order = torch.cat([w[0] for w in workers]).argsort()
-        out, v_grad, q_grad = (torch.cat([w[n] for w in workers])[order] for n in (1, 2, 3))
-        kept = out != 0
-        assert error(out[kept], (weights / (1 - p))[kept]) <= TOLERANCE
-        assert abs(float(kept.double().mean()) - (1 - p)) < 4 * (p * (1 - p)) ** 0.5 / NODES
-        assert error(v_grad, out.t() @ gradient.squeeze(1)) <= TOLERANCE
-        leaf = q.clone().requires_grad_()
-        scale = kept.double() / (1 - p)
-        (dense(leaf, k, unit, batch).squeeze(1) * scale * gradient.squeeze(1)).sum().backward()
-        assert error(q_grad, leaf.grad) <= TOLERANCE
-        seen.append(kept)
-    assert not torch.equal(*seen)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision(dtype: torch.dtype):
-    """At most twice the error of the dense product in that dtype, both against float64."""
-    full = [draw(NODES, 2, 4, seed=s).to(dtype) for s in range(3)]
-    batch = torch.zeros(NODES, dtype=torch.long)
-    exact = dense(*(t.double() for t in full), batch)
-    theirs = dense(*full, batch)
-
-    def worker() -> Tensor:
-        mine = slice(0, 10) if pyg_sar.comm.current().rank == 0 else slice(10, NODES)
-        return engine.global_attention(
-            *(t[mine] for t in full), pyg_sar.space.dist_batch(batch[mine])
-        )
-
-    ours = torch.cat(threads(worker, 2))
-    assert ours.dtype == dtype
-    assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
-
-
-def test_wrong_shapes_are_errors():
-    batch = pyg_sar.space.dist_batch(torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"\[num_local, heads, d\].*rank 0"):
-        engine.global_attention(draw(4, 2, 3), draw(5, 2, 3), draw(5, 2, 3), batch)
-    with pytest.raises(ValueError, match="'dropout'=1.5"):
-        engine.global_attention(*[draw(4, 2, 3)] * 3, batch, dropout=1.5)
+    workers(worker, 2, written(tmp_path, 2, data))
 
 
 # Modules #####################################################################
@@ -276,62 +249,45 @@ SINGLE: dict[str, Callable[[], torch.nn.Module]] = {
     "QFormer": lambda: Dense(plain.QFormer(CHANNELS, 8, 4, num_heads=2, num_layers=2)),
     "Polynormer, local phase": lambda: polynormer().train(),
 }
-SINGLE_CASES = {**SINGLE, **ANY}
 
 
-def one_pass(model: torch.nn.Module, data: Any, ids: Tensor, batch: Any, mean: Any) -> Any:
+def one_pass(model: torch.nn.Module, data: Any, several: bool) -> Any:
     x = data.x.clone().requires_grad_()
+    batch = data.batch if several else torch.zeros(data.num_nodes, dtype=torch.long)
     out = model(x, data.edge_index, batch)
-    mean((out * draw(NODES, out.size(1), seed=8)[ids] + out.square()).sum(1)).backward()
-    return out.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+    (out * draw(NODES, out.size(1), seed=8) + out.square()).sum(1).mean().backward()
+    return whole(out.detach()), whole(x.grad), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_models_are_exact(world: int, tmp_path: Any):
+@pytest.mark.parametrize(("world", "launch"), WORLDS)
+def test_models_are_exact(world: int, launch: Any, tmp_path: Path):
     cases = [(name, False) for name in SINGLE_CASES] + [(name, True) for name in ANY]
     cases, models = list(some(cases, f"{world}", 3)), {}
     for name, make in SINGLE_CASES.items():
         torch.manual_seed(1)
         models[name] = make()
     models["Polynormer, local phase"]._global = False
-    datas, part = {several: graph(several) for several in (False, True)}, assignment(world)
-    for several, data in datas.items():
-        pyg_sar.write_partitions(data, world, tmp_path / f"{several}", part)
+    data = graph(True)
+    expected = [one_pass(copy.deepcopy(models[name]), data, several) for name, several in cases]
 
-    def run(load: Any, convert: Any, mean: Any) -> list[Any]:
-        found, loaded = [], {several: load(several) for several in datas}
-        for name, several in cases:
-            data = loaded[several]
-            model, ids = convert(copy.deepcopy(models[name])), data.get("n_id", torch.arange(NODES))
-            batch = data.batch if several else torch.zeros(data.num_nodes, dtype=torch.long)
-            found.append((*one_pass(model, data, ids, batch, mean), ids))
-        return found
+    def worker(root: Path) -> list[Any]:
+        set_up()
+        data = pyg_sar.load_partition(root)
+        return [
+            one_pass(pyg_sar.distribute(copy.deepcopy(models[name])), data, several)
+            for name, several in cases
+        ]
 
-    expected = run(lambda several: datas[several], lambda m: m, torch.mean)
-    workers = threads(
-        lambda: run(
-            lambda several: pyg_sar.load_partition(tmp_path / f"{several}", view="local"),
-            partial(pyg_sar.distribute, view="local"),
-            pyg_sar.mean,
-        ),
-        world,
-    )
-    for k, (case, want) in enumerate(zip(cases, expected, strict=True)):
-        ids = torch.cat([w[k][3] for w in workers])
-        for place in (0, 1):
-            got = torch.empty_like(want[place])
-            got[ids] = torch.cat([w[k][place] for w in workers])
-            assert error(got, want[place]) <= TOLERANCE, (case, place)
-        scale = gradient_scale(want[2])
-        for worker in workers:
+    for found in launch(worker, world, written(tmp_path, world, data)):
+        for case, got, want in zip(cases, found, expected, strict=True):
+            for place in (0, 1):
+                assert error(got[place], want[place]) <= TOLERANCE, (case, place)
+            scale = gradient_scale(want[2])
             for name, gradient in want[2].items():
-                assert error(worker[k][2][name], gradient, scale) <= TOLERANCE, (case, name)
+                assert error(got[2][name], gradient, scale) <= TOLERANCE, (case, name)
 
 
-# torch's attention ###########################################################
-
-
-class Sequences(torch.nn.Module):
+class Tokens(torch.nn.Module):
     """A sequence of three tokens per node."""
 
     def __init__(self) -> None:
@@ -339,67 +295,34 @@ class Sequences(torch.nn.Module):
         self.attn = torch.nn.MultiheadAttention(CHANNELS, 2, batch_first=True)
         self.block = torch.nn.TransformerEncoderLayer(CHANNELS, 2, 8, dropout=0.0, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         tokens = torch.stack([x, x + 1, x * x], dim=1)
         return self.block(self.attn(tokens, tokens, tokens)[0]).sum(1)
 
 
-def test_sequences_per_node_are_exact_and_attention_among_nodes_is_refused():
-    x, part = draw(NODES, CHANNELS), assignment(3)
-    torch.manual_seed(1)
-    model = Sequences()
-    expected = model(x).detach()
-
-    def worker() -> Any:
-        ours = pyg_sar.distribute(copy.deepcopy(model), view="local")
-        mine = x[part == pyg_sar.comm.current().rank]
-        out = ours(mine).detach()
-        for training in (True, False):  # torch has a path of its own for evaluation.
-            ours.train(training)
-            with torch.no_grad():
-                for call in (lambda t: ours.attn(t, t, t), ours.block):
-                    for shape in (mine.unsqueeze(0), mine):
-                        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="GPSConv"):
-                            call(shape)
-        return out
-
-    found = torch.cat(threads(worker, 3))
-    assert error(found, expected[part.argsort(stable=True)]) <= TOLERANCE
-
-
-def test_dense_batches_of_several_graphs_are_refused():
-    def worker() -> None:
-        model = pyg_sar.distribute(plain.SGFormerAttention(CHANNELS, 2, 4), view="local")
-        with pytest.raises(ValueError, match=r"nodes of one graph.*without padding"):
-            model(draw(2, 5, CHANNELS))
-        with pytest.raises(ValueError, match=r"nodes of one graph"):
-            model(draw(1, 3, CHANNELS), torch.tensor([[True, True, False]]))
-        with pytest.raises(ValueError, match="add_bias_kv"):
-            attn = torch.nn.MultiheadAttention(CHANNELS, 2, add_bias_kv=True)
-            layer = gnn.GPSConv(CHANNELS, None, norm=None)
-            layer.attn = attn
-            pyg_sar.distribute(layer, view="local")(draw(3, CHANNELS), None)
-
-    threads(worker, 2)
-
-
 class OwnGPS(gnn.GPSConv):
-    """Overrides nothing that is distributed."""
+    """Of which a class of one's own is made."""
 
-    def extra_repr(self) -> str:
-        return "own"
-
-
-class OtherGPS(gnn.GPSConv):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return x - x.mean(0)
+        return super().forward(x - x.mean(0), *args, **kwargs)
 
 
-def test_subclasses():
-    def worker() -> list[str]:
-        own = pyg_sar.distribute(OwnGPS(CHANNELS, None), view="local")
-        with pytest.raises(ValueError, match=r"model \(OtherGPS\).*overrides forward of GPSConv"):
-            pyg_sar.distribute(OtherGPS(CHANNELS, None), view="local")
-        return [kind.__name__ for kind in type(own).__mro__[:3]]
+class Batched(torch.nn.Module):
+    """An attention on a dense batch of several graphs, some of them padded."""
 
-    assert threads(worker, 2) == [["OwnGPS", "OwnGPS", "DistGPSConv"]] * 2
+    def __init__(self, attn: torch.nn.Module) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        rows, mask = to_dense_batch(x, batch)
+        return self.attn(rows, mask)[mask]
+
+
+SINGLE |= {
+    "sequences of each node": Tokens,
+    "own GPS": lambda: OwnGPS(CHANNELS, None, norm=None),
+    "SGFormer attention of several": lambda: Batched(plain.SGFormerAttention(CHANNELS, 2, 4)),
+    "performer of several": lambda: Batched(plain.PerformerAttention(CHANNELS, 2, 4)),
+}
+SINGLE_CASES = {**SINGLE, **ANY}

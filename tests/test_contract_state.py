@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from contract_case import WORLD, Case, check, gradients, leaf, made, one_step
 from oracle import (
     ALL_POLICIES,
     BUDGET,
@@ -20,18 +21,18 @@ from oracle import (
     TOLERANCE,
     Job,
     Partitions,
+    Result,
     Sweep,
-    assemble,
     assert_small,
     error,
     errors,
     make_graph,
     node_losses,
-    one_pass,
     run_jobs,
     set_policy,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import BatchNorm1d, LayerNorm, Linear, ReLU, Sequential
@@ -41,11 +42,11 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.errors import DistributedIndexError
 
-WORLD = 3
-REMADE = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET)
-AHEAD = SARPolicy(mode=1, prefetch=1, message_budget=BUDGET)
-KEPT = SARPolicy(mode=2, prefetch=1, message_budget=BUDGET)
+REMADE = {"mode": 1, "prefetch": 0, "message_budget": BUDGET}
+AHEAD = {"mode": 1, "prefetch": 1, "message_budget": BUDGET}
+KEPT = {"mode": 2, "prefetch": 1, "message_budget": BUDGET}
 
 
 @pytest.fixture(scope="module")
@@ -112,168 +113,80 @@ RANDOM: dict[str, Callable[[], MessagePassing]] = {
 }
 
 
-def global_loss(layer: torch.nn.Module, data: Data, x: Tensor, seed: int) -> Tensor:
-    """The loss with the dropout masks of a seed, other masks on each worker."""
-    torch.manual_seed(seed + pyg_sar.comm.current().rank)
-    return pyg_sar.mean(node_losses(layer(x, data.edge_index), data.n_id))
+SAME = [SARPolicy(random="same", **how) for how in (REMADE, AHEAD, KEPT, {"mode": 3})]
 
 
-def random_pass(layer: torch.nn.Module, data: Data, policy: SARPolicy, seed: int) -> dict[str, Any]:
-    """Outputs, gradients and the random state before and after the backward pass."""
-    set_policy(layer, policy)
-    layer.zero_grad()
-    torch.manual_seed(seed + pyg_sar.comm.current().rank)
-    x = data.x.clone().requires_grad_()
-    out = layer(x, data.edge_index)
-    after_forward = torch.get_rng_state()
-    pyg_sar.mean(node_losses(out, data.n_id)).backward()
-    return {
-        "out": out.detach(),
-        "x.grad": x.grad,
-        "state after forward": after_forward,
-        "state after backward": torch.get_rng_state(),
-        **{f"{n}.grad": p.grad.clone() for n, p in layer.named_parameters()},
-    }
+def drop(layer: Any, data: Data) -> Any:
+    """A pass that draws as one process; the second seed draws other numbers; evaluation none."""
+    found = []
+    for seed in (3, 50):
+        torch.manual_seed(seed)
+        layer.zero_grad()
+        x = leaf(data)
+        out = layer(x, data.edge_index)
+        state = torch.get_rng_state()
+        node_losses(out).mean().backward()
+        assert torch.equal(torch.get_rng_state(), state), "the backward pass draws no numbers"
+        found.append((out.detach(), x.grad, gradients(layer), state.long()))
+    assert not torch.equal(whole(found[0][0]), whole(found[1][0])), "no dropout happened"
+    layer.eval()
+    with torch.no_grad():
+        return found, layer(data.x, data.edge_index)
 
 
-def slope_error(layer: torch.nn.Module, data: Data, policy: SARPolicy) -> float:
-    """The directional derivative against a central difference, relative."""
-    set_policy(layer, policy)
-    layer.zero_grad()
-    comm = pyg_sar.comm.current()
-    x = data.x.clone().requires_grad_()
-    global_loss(layer, data, x, 7).backward()
-    alike = torch.Generator().manual_seed(0)
-    own = torch.Generator().manual_seed(1 + comm.rank)
-    directions = [torch.randn(p.shape, generator=alike, dtype=p.dtype) for p in layer.parameters()]
-    x_direction = torch.randn(x.shape, generator=own, dtype=x.dtype)
-    # Parameter gradients are sums over the workers already.
-    slope = sum(
-        float((p.grad * d).sum()) for p, d in zip(layer.parameters(), directions, strict=True)
-    )
-    mine = torch.tensor([float((x.grad * x_direction).sum())], dtype=torch.float64)
-    slope += float(comm.all_reduce(mine))
+@pytest.mark.parametrize("batch", range(2))
+def test_rule_4_messages_draw_what_one_process_draws(batch: int, graph: Data, root: Path):
+    """Also those that are computed again, whatever is fetched ahead, to the bit."""
+    names = list(RANDOM)[batch::2]
+    for found in check({name: Case(drop, RANDOM[name], SAME) for name in names}, graph, root):
+        for k, name in enumerate(names):
+            remade, ahead = found[4 * k : 4 * k + 2]
+            for mine, other in zip(leaves(remade), leaves(ahead), strict=True):
+                assert torch.equal(mine, other), name
+
+
+def leaves(value: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if t is not None]
+
+
+def slope_error(layer: Any, data: Data) -> float:
+    """The directional derivative against a central difference, relative; draws of a worker's own.
+
+    Other numbers on each worker, the same in each call.
+    """
+
+    def loss(x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        layer.__dict__.pop("_global_calls", None)
+        return node_losses(layer(x, data.edge_index)).mean()
+
+    draw = torch.Generator().manual_seed(0)
+    x, parameters = leaf(data), list(layer.parameters())
+    ways = [torch.randn(t.shape, generator=draw, dtype=t.dtype) for t in (x, *parameters)]
+    slopes = torch.autograd.grad(loss(x), [x, *parameters])
+    slope = sum(float((g * way).sum()) for g, way in zip(slopes, ways, strict=True))
     values = []
     with torch.no_grad():
-        for step in (1e-5, -1e-5):
-            moved = copy.deepcopy(layer)
-            for p, d in zip(moved.parameters(), directions, strict=True):
-                p.add_(d, alpha=step)
-            values.append(float(global_loss(moved, data, x + step * x_direction, 7)))
+        for step in (1e-5, -2e-5):  # ahead, and as far behind
+            x = x + step * ways[0]
+            for parameter, way in zip(parameters, ways[1:], strict=True):
+                parameter.add_(way, alpha=step)
+            values.append(float(loss(x)))
     difference = (values[0] - values[1]) / 2e-5
     return abs(slope - difference) / max(abs(difference), 1e-3)
 
 
-def random_worker(root: Path, layers: dict[str, MessagePassing]) -> dict[str, Any]:
-    """What each layer does with each policy, in a process of its own: random state is global."""
-    data = pyg_sar.load_partition(root, view="local")
-    found: dict[str, Any] = {"n_id": data.n_id}
-    for name, layer in layers.items():
-        layer = pyg_sar.distribute(layer.double(), view="local")
-        passes = [random_pass(layer, data, policy, 3) for policy in (REMADE, AHEAD, KEPT)]
-        again = random_pass(layer, data, REMADE, 3)
-        other = random_pass(layer, data, REMADE, 50)
-        slopes = [slope_error(layer, data, policy) for policy in (REMADE, KEPT, SARPolicy(mode=3))]
-        layer.eval()
-        with torch.no_grad():
-            calm = layer(data.x, data.edge_index)
-        found[name] = passes, again, other, slopes, calm
-    data.x = data.x.float()
-    for name, make in CAST.items():
-        layer = pyg_sar.distribute(make(), view="local")
-        runs = []
-        for policy in (REMADE, KEPT):
-            set_policy(layer, policy)
-            runs.append(cast_pass(layer, data, data.n_id, pyg_sar.mean, cache=True))
-        found[f"cast {name}"] = runs
-    return found
+def test_rule_4_gradients_are_right_where_each_worker_draws_its_own(root: Path):
+    def worker() -> dict[str, float]:
+        data, found = pyg_sar.load_partition(root), {}
+        for (name, make), how in product(RANDOM.items(), (REMADE, KEPT, {"mode": 3})):
+            torch.manual_seed(5)
+            layer = pyg_sar.distribute(make().double(), SARPolicy(**how))
+            found[f"{name}, {how}"] = slope_error(layer, data)
+        return found
 
-
-@pytest.fixture(scope="module")
-def random_runs(root: Path) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    layers = {name: make() for name, make in RANDOM.items()}
-    return pyg_sar.launch(
-        random_worker, WORLD, root, layers, backend="gloo", threads_per_worker=1, timeout=120.0
-    )
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_rule_4_rematerialized_dropout_is_the_same(name: str, random_runs: list[dict[str, Any]]):
-    """Mode 1 remakes what mode 2 keeps; in one mode to the bit, whatever is fetched ahead."""
-    for rank, run in enumerate(random_runs):
-        (remade, ahead, kept), again, other, _, _ = run[name]
-        for key, value in kept.items():
-            where = (rank, key)
-            if value.is_floating_point():  # the modes may push other partial states
-                assert torch.allclose(remade[key], value, rtol=1e-12, atol=1e-12), where
-            else:
-                assert torch.equal(remade[key], value), where
-            assert torch.equal(ahead[key], remade[key]), where
-            assert torch.equal(again[key], remade[key]), ("the analysis drew numbers", *where)
-        assert not torch.equal(other["out"], kept["out"]), "no dropout happened"
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_rule_4_the_backward_pass_draws_no_numbers(name: str, random_runs: list[dict[str, Any]]):
-    for run in random_runs:
-        for one in run[name][0]:
-            assert torch.equal(one["state after forward"], one["state after backward"])
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_rule_4_gradients_with_dropout_are_right(name: str, random_runs: list[dict[str, Any]]):
-    for run in random_runs:
-        assert_small(dict(enumerate(run[name][3])), 1e-5, name)
-
-
-@pytest.mark.parametrize("name", [n for n in RANDOM if n != "edges"])
-def test_rule_4_no_dropout_in_evaluation(name: str, graph: Data, random_runs: list[dict[str, Any]]):
-    torch.manual_seed(0)
-    layers = {key: make() for key, make in RANDOM.items()}
-    with torch.no_grad():
-        expected = layers[name].double().eval()(graph.x, graph.edge_index)
-    found = assemble(((run["n_id"], run[name][4]) for run in random_runs), 40)
-    assert error(found, expected) <= TOLERANCE
-
-
-def test_rule_4_dropped_weights_are_those_of_the_whole_softmax(tmp_path: Path, graph: Data):
-    """One worker, one edge per tile: the mask is recorded, and plain PyG is given the same.
-
-    Dropout comes after the softmax: a dropped weight stays in the normaliser.
-    """
-    root = Partitions(tmp_path)(graph, 1)
-    data = pyg_sar.load_partition(root, view="local")
-    layer = gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5, add_self_loops=False).double()
-    plain = copy.deepcopy(layer)
-    masks: list[Tensor] = []
-
-    def drop(value: Tensor, p: float, training: bool) -> Tensor:
-        masks.append((torch.rand_like(value) > p).to(value.dtype) / (1 - p))
-        return value * masks[-1]
-
-    policy = SARPolicy(mode=2, message_budget=1, kernels="off")
-    layer = pyg_sar.distribute(layer, policy, view="local")
-    layer(data.x, data.edge_index)  # analysed
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "dropout", drop)
-        x = data.x.clone().requires_grad_()
-        out = layer(x, data.edge_index)
-        out.square().sum().backward()
-        # Tiles follow the targets, and a target's edges their sources.
-        source, target = pyg_sar.space.index_space.plain(data.edge_index)
-        places = source.argsort(stable=True)
-        places = places[target[places].argsort(stable=True)]
-        whole = torch.empty(graph.num_edges, 2, dtype=torch.float64)
-        whole[data.e_id[places]] = torch.cat(masks)
-        patch.setattr(F, "dropout", lambda value, p, training: value * whole)
-        y = graph.x.clone().requires_grad_()
-        expected = plain(y, graph.edge_index)
-        expected.square().sum().backward()
-    assert len(masks) == graph.num_edges
-    assert error(out, expected[data.n_id]) <= TOLERANCE
-    assert error(x.grad, y.grad[data.n_id]) <= TOLERANCE
-    assert error(layer.att_src.grad, plain.att_src.grad) <= TOLERANCE
+    for found in workers(worker, WORLD):
+        assert_small(found, 1e-5, "slopes")
 
 
 # Rule 4: autocast ############################################################
@@ -306,82 +219,55 @@ CAST: dict[str, Callable[[], MessagePassing]] = {
 }
 
 
-def cast_pass(
-    layer: torch.nn.Module,
-    data: Data,
-    ids: Tensor,
-    mean: Callable[[Tensor], Tensor],
-    cache: bool = False,
-) -> tuple[Tensor, Tensor | None, dict[str, Tensor | None]]:
-    """One pass under autocast.
-
-    Threads share autocast's cache, and any of them empties it; with it, sums of gradients are
-    rounded elsewhere. So it is on in processes only.
-    """
+def cast_pass(layer: Any, data: Data, cache: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """One pass under autocast."""
     layer.zero_grad()
-    x = data.x.clone().requires_grad_()
+    x = leaf(data)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
         out = layer(x, data.edge_index)
     # As recommended, the backward pass runs outside: the state is that of the forward pass.
-    mean(node_losses(out.float(), ids)).backward()
-    grads = {n: None if p.grad is None else p.grad.clone() for n, p in layer.named_parameters()}
-    return out.detach(), x.grad, grads
+    node_losses(out.float()).mean().backward()
+    return whole(out.detach()), whole(x.grad), gradients(layer)
 
 
-@pytest.mark.parametrize("name", CAST)
-def test_rule_4_autocast(name: str, partitions: Partitions):
-    """Mode 1 equals mode 2 in dtype and value, and both equal PyG as far as bfloat16 goes."""
+@pytest.mark.parametrize("cache", [False, True])
+def test_rule_4_autocast(cache: bool, partitions: Partitions):
+    """Mode 1 equals mode 2 in dtype and value, and both equal PyG as far as bfloat16 goes.
+
+    With the cache a cast made without a graph must not be reused where a gradient is wanted.
+    """
     data = make_graph(dtype=torch.float32)
     root = partitions(data, WORLD, "random")
-    layer = CAST[name]()
+    cases = {name: Case(one_step, make) for name, make in CAST.items()}
 
     def worker() -> Any:
-        mine = pyg_sar.load_partition(root, view="local")
-        found = []
-        model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
-        for policy in (REMADE, KEPT, SARPolicy(mode=3)):
-            set_policy(model, policy)
-            found.append(cast_pass(model, mine, mine.n_id, pyg_sar.mean))
-        return mine.n_id, found
+        mine, found = pyg_sar.load_partition(root), []
+        for case in cases.values():
+            layer = pyg_sar.distribute(made(case).float())
+            found.append([])
+            for how in (REMADE, KEPT, {"mode": 3}):
+                set_policy(layer, SARPolicy(**how))
+                found[-1].append(cast_pass(layer, mine, cache))
+        return found
 
-    ids = torch.arange(40)
-    exact = single_process(layer.double(), make_graph(dtype=torch.float64))
-    layer.float()
-    out, x_grad, grads = cast_pass(copy.deepcopy(layer), data, ids, torch.mean)
-    assert x_grad is not None
-    workers = threads(worker, WORLD)
-    for _, (remade, kept, whole) in workers:
-        for one in (remade, kept, whole):
-            assert one[0].dtype == out.dtype
-            assert one[1].dtype == x_grad.dtype
-            assert {n: g.dtype for n, g in one[2].items()} == {n: g.dtype for n, g in grads.items()}
-        assert torch.equal(remade[0], kept[0])
-        assert torch.equal(remade[1], kept[1])
-        assert all(torch.equal(remade[2][n], kept[2][n]) for n in grads)
-    plain_error = error(out.double(), exact.out)
-    for step in range(3):
-        found = assemble(((n_id, runs[step][0]) for n_id, runs in workers), 40)
-        assert found is not None
-        assert error(found.double(), exact.out) <= 2 * plain_error + 2**-8
-        x_found = assemble(((n_id, runs[step][1]) for n_id, runs in workers), 40)
-        assert error(x_found, x_grad) <= 0.1
-        for _, runs in workers:
-            for key, gradient in grads.items():
-                scale = max(float(g.abs().max()) for g in grads.values())
-                assert error(runs[step][2][key], gradient, scale) <= 0.1, (key, step)
-
-
-@pytest.mark.parametrize("name", CAST)
-def test_rule_4_autocast_with_its_cache(name: str, random_runs: list[dict[str, Any]]):
-    """A cast made without a graph must not be reused where a gradient is wanted."""
-    for run in random_runs:
-        remade, kept = run[f"cast {name}"]
-        assert torch.equal(remade[0], kept[0]) and remade[0].dtype == kept[0].dtype
-        scale = max(float(g.abs().max()) for g in kept[2].values())
-        assert scale > 0
-        for key, gradient in kept[2].items():
-            assert error(remade[2][key], gradient, scale) <= 2**-8, key
-        assert error(remade[1], kept[1]) <= 2**-8
+    runs = workers(worker, WORLD)
+    for k, (name, case) in enumerate(cases.items()):
+        exact, *_ = case.use(made(case), make_graph())
+        out, x_grad, grads = cast_pass(made(case).float(), data, cache)
+        scale = max(float(g.abs().max()) for g in grads.values())
+        for rank, found in enumerate(runs):
+            remade, kept, _ = found[k]
+            assert torch.equal(remade[0], kept[0]), name
+            least = 2**-8 if cache else 0.0  # with it, sums of gradients are rounded elsewhere
+            assert error(remade[1], kept[1]) <= least, name
+            assert all(error(remade[2][n], kept[2][n], scale) <= least for n in grads), name
+            for mine in found[k]:
+                where = (name, rank)
+                assert (mine[0].dtype, mine[1].dtype) == (out.dtype, x_grad.dtype), where
+                assert error(mine[0].double(), exact) <= 2 * error(out.double(), exact) + 2**-8
+                assert error(mine[1], x_grad) <= 0.1, where
+                for key, gradient in grads.items():
+                    assert error(mine[2][key], gradient, scale) <= 0.1, (key, *where)
 
 
 # Rule 4: running statistics ##################################################
@@ -411,18 +297,25 @@ class Counts(MessagePassing):
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_rule_4_state_of_a_message_is_updated_once(root: Path):
-    """Neither the analysis nor tiles nor the second computation count."""
+    """Neither the analysis nor tiles nor the second computation count.
+
+    What depends on the edges is refused: a worker would count its own.
+    """
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         for policy in ALL_POLICIES:
-            layer = pyg_sar.distribute(Counts(True).double(), policy, view="local")
+            layer = pyg_sar.distribute(Counts(True).double(), policy)
             for epoch in (1, 2):
-                layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
+                layer(leaf(data), data.edge_index).sum().backward()
                 found = [int(layer.seen), int(layer.made), layer.number, *layer.log["calls"]]
                 assert found == [epoch] * 4, (policy, found)
+            layer = pyg_sar.distribute(Counts(False).double(), policy)
+            with pytest.raises(DistributedIndexError, match="its message changes '"):
+                layer(data.x, data.edge_index)
+            assert int(layer.seen) == layer.number == 0
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 class Scaled(MessagePassing):
@@ -440,30 +333,16 @@ class Scaled(MessagePassing):
         return x_i.sigmoid() * x_j * self.scale
 
 
-def test_buffers_that_nobody_writes_are_not_written(partitions: Partitions, graph: Data):
-    """Autograd has saved them when a layer is looked at."""
-    sweep = Sweep(2)
-    root = partitions(graph, 2, "random")
-    sweep.add("buffers", Job(Scaled().double(), root, policies=MODES), graph)
-    sweep.check()
-
-
-def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
-    """A worker would count its own edges."""
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        for policy in ALL_POLICIES:
-            layer = pyg_sar.distribute(Counts(False).double(), policy, view="local")
-            with pytest.raises(pyg_sar.errors.DistributedIndexError, match="its message changes '"):
-                layer(data.x, data.edge_index)
-            assert int(layer.seen) == layer.number == 0
-
-    threads(worker, WORLD)
-
-
 def edge_norm(norm: torch.nn.Module) -> Callable[[], MessagePassing]:
     return lambda: gnn.EdgeConv(Sequential(Linear(2 * CHANNELS, 8), norm, ReLU(), Linear(8, OUT)))
+
+
+def test_buffers_and_norms_of_each_edge(root: Path, graph: Data):
+    """Autograd has saved buffers, which nobody writes. A norm per edge is a message like others."""
+    sweep = Sweep(WORLD)
+    sweep.add("buffers", Job(Scaled().double(), root, policies=MODES), graph)
+    sweep.add("layer norm", Job(edge_norm(LayerNorm(8))().double(), root), graph)
+    sweep.check("parts")  # Parametrized layers don't go to processes.
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -471,25 +350,19 @@ def edge_norm(norm: torch.nn.Module) -> Callable[[], MessagePassing]:
 def test_rule_4_batch_norm_inside_a_message(world: int, graph: Data, partitions: Partitions):
     """Its batch is all edges of all workers: exact, or refused; never a tile's or a hang."""
     layer = edge_norm(BatchNorm1d(8))().double()
-    root = partitions(graph, world, "random")
-    job = Job(layer, root, policies=MODES)
-    expected = single_process(layer, graph)
-    try:
-        workers = pyg_sar.launch(run_jobs, world, [job], backend="threads", timeout=20.0)
-    except pyg_sar.errors.WorkerError as refusal:
-        origin = refusal.__cause__
-        assert isinstance(origin, pyg_sar.errors.DistributedIndexError | ValueError), origin
-        assert "BatchNorm1d" in str(origin) or "statistics" in str(origin)
-        return
-    for step, policy in enumerate(job.policies):
-        assert_small(errors([w[0][step] for w in workers], expected), TOLERANCE, str(policy))
+    job = Job(layer, partitions(graph, world, "random"), policies=MODES)
 
+    def worker() -> Any:
+        try:
+            return run_jobs([job])[0]
+        except (DistributedIndexError, ValueError) as refusal:
+            assert "BatchNorm1d" in str(refusal) or "statistics" in str(refusal)
+            return None
 
-def test_layer_norm_inside_a_message(graph: Data, root: Path):
-    """A norm per edge is a message like any other."""
-    sweep = Sweep(WORLD)
-    sweep.add("layer norm", Job(edge_norm(LayerNorm(8))().double(), root), graph)
-    sweep.check()
+    expected, found = single_process(layer, graph), workers(worker, world)
+    assert all(one is None for one in found) or None not in found
+    for step, policy in enumerate(MODES if found[0] else ()):
+        assert_small(errors([one[step] for one in found], expected), TOLERANCE, str(policy))
 
 
 class Mixes(MessagePassing):
@@ -510,151 +383,117 @@ class Mixes(MessagePassing):
         return x_j.cumsum(0)
 
 
-@pytest.mark.parametrize("how", ["mean", "softmax", "cumsum"])
-@pytest.mark.parametrize("mode", [1, 2, 3])
-def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
-    """A worker doesn't have all edges: local numbers would come out without an error."""
+def test_a_message_that_mixes_edges_is_refused(root: Path):
+    """A worker doesn't have all edges: its own numbers would come out without an error."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode), view="local")
-        layer(data.x, data.edge_index)
+        data = pyg_sar.load_partition(root)
+        for how, mode in product(("mean", "softmax", "cumsum"), (1, 2, 3)):
+            layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode))
+            with pytest.raises(DistributedIndexError, match="Mixes"):
+                layer(data.x, data.edge_index)
 
-    with pytest.raises(pyg_sar.errors.WorkerError, match="DistributedIndexError"):
-        threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
-@pytest.mark.parametrize("mode", [1, 3])
-def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(mode: int, root: Path):
+def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(root: Path):
     """One that treats each target alone isn't."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(
-            gnn.GraphConv(CHANNELS, 2).double(), SARPolicy(mode=mode), view="local"
-        )
-        expected = layer(data.x, data.edge_index) * 2 - layer.lin_root(data.x)
-        for hook in (lambda _, args, out: out * 2, lambda _, args, out: out - out.mean(0)):
-            handle = layer.register_aggregate_forward_hook(hook)
-            found = layer(data.x, data.edge_index) + layer.lin_rel.bias
-            torch.testing.assert_close(found, expected)
+        data = pyg_sar.load_partition(root)
+        for mode in (1, 3):
+            conv = gnn.GraphConv(CHANNELS, 2, bias=False).double()
+            layer = pyg_sar.distribute(conv, SARPolicy(mode=mode))
+            root_part = data.x @ layer.lin_root.weight.t()
+            expected = whole((layer(data.x, data.edge_index) - root_part) * 2 + root_part)
+            handle = layer.register_aggregate_forward_hook(lambda _, args, out: out * 2)
+            torch.testing.assert_close(whole(layer(data.x, data.edge_index)), expected)
             handle.remove()
+            layer.register_aggregate_forward_hook(lambda _, args, out: out - out.mean(0))
+            with pytest.raises(DistributedIndexError, match="mixes edges of different targets"):
+                layer(data.x, data.edge_index)
 
-    with pytest.raises(pyg_sar.errors.WorkerError, match="mixes edges of different targets"):
-        threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 # Rule 5: dtypes ##############################################################
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CAST)
-def test_rule_5_dtypes(name: str, dtype: torch.dtype, partitions: Partitions):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rule_5_dtypes(dtype: torch.dtype, partitions: Partitions):
     """Accumulators have the messages' dtype; errors are at most twice those of plain PyG.
 
     Both against float64 (the tolerance rule of flash-attention).
     """
-    data = make_graph(dtype=dtype)
-    root = partitions(data, WORLD, "random")
-    layer = CAST[name]().to(dtype)
-    plain = single_process(layer, data)
-    exact_data = make_graph(dtype=torch.float64)
+    data, exact_data = make_graph(dtype=dtype), make_graph()
     exact_data.x = data.x.double()
-    exact = single_process(copy.deepcopy(layer).double(), exact_data)
-    job = Job(layer, root, policies=MODES)
-    workers = threads(run_jobs, WORLD, [job])
-    for step, policy in enumerate(MODES):
-        results = [w[0][step] for w in workers]
-        for result in results:
-            assert result.out.dtype == dtype
-            assert result.x_grad is not None and result.x_grad.dtype == dtype
-            for key, gradient in plain.parameter_grads.items():
-                assert result.parameter_grads[key].dtype == gradient.dtype, key
-        ours = low_precision_errors(results, exact)
-        theirs = low_precision_errors([plain_rows(plain)], exact)
-        slack = 4 * torch.finfo(dtype).eps
-        for key, value in ours.items():
-            assert value <= 2 * theirs[key] + slack, (key, value, theirs[key], policy)
-        if dtype == torch.float32:
-            assert_small(errors(results, plain), 1e-5, f"{name}, {policy}")
+    root = partitions(data, WORLD, "random")
+    jobs = [Job(make().to(dtype), root, policies=MODES) for make in CAST.values()]
+    found = workers(run_jobs, WORLD, jobs)
+    for k, (name, job) in enumerate(zip(CAST, jobs, strict=True)):
+        plain = single_process(job.layer, data)
+        exact = single_process(job.layer.double(), exact_data)
+        theirs = low_precision_errors(plain, exact)
+        for step, policy in enumerate(MODES):
+            for result in (worker[k][step] for worker in found):
+                kinds = {n: g.dtype for n, g in result.parameter_grads.items()}
+                assert kinds == {n: g.dtype for n, g in plain.parameter_grads.items()}
+                assert result.out.dtype == result.x_grad.dtype == dtype
+                for key, value in low_precision_errors(result, exact).items():
+                    slack = 4 * torch.finfo(dtype).eps
+                    assert value <= 2 * theirs[key] + slack, (name, key, theirs[key], policy)
+                if dtype == torch.float32:
+                    assert_small(errors([result], plain), 1e-5, f"{name}, {policy}")
 
 
-def plain_rows(result: Any) -> Any:
-    result.n_id = torch.arange(result.out.size(0))
-    return result
-
-
-def low_precision_errors(results: list[Any], exact: Any) -> dict[str, float]:
+def low_precision_errors(result: Result, exact: Result) -> dict[str, float]:
     """Errors against float64, as fractions of the largest value."""
-    out = assemble(((r.n_id, r.out.double()) for r in results), 40)
-    x_grad = assemble(((r.n_id, r.x_grad.double()) for r in results), 40)
-    found = {"out": error(out, exact.out), "x.grad": error(x_grad, exact.x_grad)}
+    assert result.x_grad is not None
+    found = {"out": error(result.out.double(), exact.out)}
+    found["x.grad"] = error(result.x_grad.double(), exact.x_grad)
     scale = max(float(g.abs().max()) for g in exact.parameter_grads.values())
     for key, gradient in exact.parameter_grads.items():
-        values = [error(r.parameter_grads[key].double(), gradient, scale) for r in results]
-        found[key] = max(values)
+        found[key] = error(result.parameter_grads[key].double(), gradient, scale)
     return found
 
 
-def test_rule_5_integers_and_halves_travel_with_features(graph: Data, root: Path):
+class Typed(MessagePassing):
     """Operands of several dtypes in one message; integers get no gradient."""
 
-    class Typed(MessagePassing):
-        def __init__(self) -> None:
-            super().__init__(aggr="sum")
-            self.table = torch.nn.Embedding(3, CHANNELS)
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.table = torch.nn.Embedding(3, CHANNELS)
 
-        def forward(self, x: Tensor, edge_index: Tensor, kind: Tensor, half: Tensor) -> Tensor:
-            return self.propagate(edge_index, x=x, kind=kind, half=half)
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        kind = (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
+        half = (x[:, 2:3] > 0).to(torch.float16)
+        return self.propagate(edge_index, x=x, kind=kind, half=half)
 
-        def message(self, x_j: Tensor, kind_j: Tensor, half_j: Tensor) -> Tensor:
-            return x_j * self.table(kind_j[:, 0]) * half_j.to(x_j.dtype)
+    def message(self, x_j: Tensor, kind_j: Tensor, half_j: Tensor) -> Tensor:
+        return x_j * self.table(kind_j[:, 0]) * half_j.to(x_j.dtype)
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = Typed()
 
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            kind = (x[:, :1] > 0).long() + (x[:, 1:2] > 0).long()
-            return self.conv(x, edge_index, kind, (x[:, 2:3] > 0).to(torch.float16))
+class Weighted(MessagePassing):
+    """Edge attributes in float32 in a message in float64; their gradient has their own dtype."""
 
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.lin = Linear(EDGE_DIM, CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
+        return x_j * self.lin(edge_attr).double()
+
+
+def test_rule_5_operands_of_several_dtypes(graph: Data, root: Path, partitions: Partitions):
     sweep = Sweep(WORLD)
-    sweep.add("typed", Job(Model().double(), root), graph)
+    sweep.add("typed", Job(Typed().double(), root), graph)
     sweep.check()
-
-
-def test_rule_5_edge_attributes_of_another_dtype(graph: Data, root: Path):
-    """float32 edge attributes in a float64 message keep their own gradient's dtype."""
-
-    class Weighted(MessagePassing):
-        def __init__(self) -> None:
-            super().__init__(aggr="sum")
-            self.lin = Linear(EDGE_DIM, CHANNELS)
-
-        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-            return self.propagate(edge_index, x=x, edge_attr=edge_attr)
-
-        def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
-            return x_j * self.lin(edge_attr).double()
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        data.edge_attr = data.edge_attr.float()
-        found = []
-        for policy in MODES:
-            torch.manual_seed(0)
-            layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
-            found.append(one_pass(layer, data, data.n_id, pyg_sar.mean, ("edge_attr",)))
-            found[-1].n_id, found[-1].e_id = data.n_id, data.e_id
-        return found
-
-    plain = Weighted()
     low = graph.clone()
     low.edge_attr = graph.edge_attr.float()
-    expected = single_process(plain, low, ("edge_attr",))
-    workers = threads(worker, WORLD)
-    for step, policy in enumerate(MODES):
-        assert_small(errors([w[step] for w in workers], expected), 1e-5, str(policy))
+    sweep = Sweep(WORLD)
+    job = Job(Weighted(), partitions(low, WORLD, "random"), ("edge_attr",), MODES)
+    sweep.add("edge attributes", job, low)
+    sweep.check(tolerance=1e-5)

@@ -1,10 +1,11 @@
-"""``view='global'``: code that is written for one process computes its numbers on several."""
+"""Tensors of the whole graph: code of one process computes its numbers on several."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch_geometric.utils import (
 )
 
 import pyg_sar
-from pyg_sar.errors import DistributedIndexError, WorkerError
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors import NodeTensor, whole
 
 NODES, EDGES, CLASSES, WIDTH = 60, 240, 3, 16
@@ -176,8 +177,8 @@ def built(name: str) -> torch.nn.Module:
 
 
 def worker(root: str, names: list[str]) -> list[list[Any]]:
-    data = pyg_sar.load_partition(root, view="global")
-    return [train(pyg_sar.distribute(built(name), view="global"), data) for name in names]
+    data = pyg_sar.load_partition(root)
+    return [train(pyg_sar.distribute(built(name)), data) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +218,8 @@ def propagated(data: Data) -> list[Tensor]:
     smooth = gnn.CorrectAndSmooth(2, 0.8, 2, 0.5)
     ids = torch.arange(0, NODES, 3)
     if isinstance(data.x, NodeTensor):
-        spread = pyg_sar.distribute(spread, view="global")
-        smooth = pyg_sar.distribute(smooth, view="global")
+        spread = pyg_sar.distribute(spread)
+        smooth = pyg_sar.distribute(smooth)
     found = [spread(data.y, data.edge_index, mask) for mask in (data.train_mask, ids)]
     soft = data.x[:, :CLASSES].softmax(-1)
     corrected = smooth.correct(soft, data.y[ids], ids, data.edge_index)
@@ -228,7 +229,7 @@ def propagated(data: Data) -> list[Tensor]:
 
 def test_propagation_of_labels(roots: Callable[[int], str]) -> None:
     expected = propagated(make_graph())
-    run = lambda root: propagated(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    run = lambda root: propagated(pyg_sar.load_partition(root))  # noqa: E731
     for found in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected)
 
@@ -250,9 +251,9 @@ def test_derivatives_of_derivatives(roots: Callable[[int], str]) -> None:
     expected = forces(built("sage"), make_graph())
 
     def run(root: str) -> list[Tensor]:
-        data = pyg_sar.load_partition(root, view="global")
+        data = pyg_sar.load_partition(root)
         policy = pyg_sar.SARPolicy(mode=3)
-        model = pyg_sar.distribute(built("sage"), policy, view="global")
+        model = pyg_sar.distribute(built("sage"), policy)
         return [t.detach() for t in forces(model, data)]
 
     for found in pyg_sar.launch(run, 1, roots(2), parts=2):
@@ -285,7 +286,7 @@ def looks(data: Data) -> list[Any]:
 
 def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> None:
     expected = looks(make_graph())
-    run = lambda root: looks(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    run = lambda root: looks(pyg_sar.load_partition(root))  # noqa: E731
     for found in pyg_sar.launch(run, 1, roots(2), parts=2):
         for one, other in zip(expected, found, strict=True):
             if isinstance(one, float) or (
@@ -296,24 +297,15 @@ def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> Non
                 assert other == one
 
 
-def test_workers_draw_alike_and_means_are_means(roots: Callable[[int], str]) -> None:
-    """``pyg_sar.mean`` takes node tensors, too; NumPy and Python draw one process's splits."""
+def test_workers_draw_alike(roots: Callable[[int], str]) -> None:
+    """NumPy and Python draw one process's splits."""
 
     def run(root: str) -> list[Any]:
         rank = pyg_sar.comm.current().rank
         np.random.seed(rank)
         random.seed(rank)
-        data = pyg_sar.load_partition(root, view="global")
-        drawn = [np.random.permutation(NODES).tolist(), random.random()]
-        x = data.x.clone().requires_grad_()
-        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
-        results = []
-        for mean in (pyg_sar.mean, torch.mean):
-            loss = mean(conv(x, data.edge_index)[data.train_mask].square())
-            found = torch.autograd.grad(loss, [x, conv.lin_l.weight])
-            results.append([loss.detach(), *(whole(g, "test") for g in found)])
-        torch.testing.assert_close(*results)
-        return drawn
+        pyg_sar.load_partition(root)
+        return [np.random.permutation(NODES).tolist(), random.random()]
 
     first, second = pyg_sar.launch(run, 1, roots(2), parts=2)
     assert first == second
@@ -321,19 +313,13 @@ def test_workers_draw_alike_and_means_are_means(roots: Callable[[int], str]) -> 
 
 def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str]) -> None:
     def refused(root: str) -> None:
-        data = pyg_sar.load_partition(root, view="global")
-        conv = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
+        data = pyg_sar.load_partition(root)
+        conv = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE))
         with pytest.raises(DistributedIndexError, match="no edges of which it is known"):
             conv((data.x, None), torch.randint(0, NODES, (2, 9)))
-        with pytest.raises(ValueError, match="'view'"):
-            pyg_sar.load_partition(root, view="whole")
-        with pytest.raises(ValueError, match="'view'"):
-            pyg_sar.distribute(conv, view="whole")
         assert isinstance(conv(torch.ones(NODES, 8, dtype=DOUBLE), data.edge_index), NodeTensor)
 
     pyg_sar.launch(refused, 1, roots(2), parts=2)
-    with pytest.raises(WorkerError, match="threads share PyTorch's"):
-        pyg_sar.launch(refused, 2, roots(2), backend="threads")
 
 
 class Hidden(torch.nn.Module):
@@ -347,29 +333,24 @@ class Hidden(torch.nn.Module):
         return self.conv(self.held[0].x, self.held[0].edge_index)
 
 
-def test_a_model_of_one_view_refuses_tensors_of_the_other(roots: Callable[[int], str]) -> None:
-    """Gradients would be summed twice, or not at all."""
+def test_layers_refuse_a_workers_own_rows(roots: Callable[[int], str]) -> None:
+    """Gradients would not be summed."""
 
     def mixed(root: str) -> None:
-        both = {view: pyg_sar.load_partition(root, view=view) for view in ("local", "global")}
-        for view, other in (("local", "global"), ("global", "local")):
-            data = both[other]
-            wanted = "of the whole graph" if other == "global" else "got a worker's own"
-            conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view=view)
-            with pytest.raises(DistributedIndexError, match=wanted):
-                conv(data.x, data.edge_index)
-            net = pyg_sar.distribute(Net(gnn.SAGEConv).to(DOUBLE), view=view)
-            with pytest.raises(DistributedIndexError, match=wanted):
-                net(data)
-            hidden = pyg_sar.distribute(Hidden(data), view=view)
-            with pytest.raises(DistributedIndexError, match=wanted):
-                hidden().sum().backward()
-            own = "is of the whole graph" if view == "local" else "of this worker's rows alone"
-            with pytest.raises(DistributedIndexError, match=own):
-                conv(both["local"].x, both["global"].edge_index)
-            whole = "is of the whole graph" if view == "local" else "no edges of which it is known"
-            with pytest.raises(DistributedIndexError, match=whole):
-                conv(both["global"].x, both["local"].edge_index)
+        data = pyg_sar.load_partition(root)
+        own = Data(data.x.to_local(), data.edge_index.to_local())
+        refusal = partial(pytest.raises, DistributedIndexError)
+        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE))
+        with refusal(match="got a worker's own"):
+            conv(own.x, own.edge_index)
+        with refusal(match="got a worker's own"):
+            pyg_sar.distribute(Net(gnn.SAGEConv).to(DOUBLE))(own)
+        with refusal(match="got a worker's own"):
+            pyg_sar.distribute(Hidden(own))()
+        with refusal(match="of this worker's rows alone"):
+            conv(own.x, data.edge_index)
+        with refusal(match="no edges of which it is known"):
+            conv(data.x, own.edge_index)
 
     pyg_sar.launch(mixed, 1, roots(2), parts=2)
 
@@ -398,9 +379,9 @@ def test_edges_that_were_written_are_not_the_graphs(
     """They have their new ids, and layers take these; those made of them before have the old."""
 
     def write(root: str) -> None:
-        data, whole_data = pyg_sar.load_partition(root, view="global"), make_graph()
+        data, whole_data = pyg_sar.load_partition(root), make_graph()
         own = gnn.SAGEConv(8, 2).to(DOUBLE)
-        conv = pyg_sar.distribute(deepcopy(own), view="global")
+        conv = pyg_sar.distribute(deepcopy(own))
         own.load_state_dict(conv.state_dict())
         for name, change in WRITES.items():
             with torch.inference_mode(inference):
@@ -449,7 +430,7 @@ def products(data: Data) -> list[Any]:
     for conv in convs:
         conv.to(DOUBLE)
         if isinstance(x, NodeTensor):
-            pyg_sar.distribute(conv, view="global")
+            pyg_sar.distribute(conv)
         outs.append(conv(x, x, matrix) if isinstance(conv, gnn.GCN2Conv) else conv(x, matrix))
     outs += [matrix @ x, torch.mm(matrix.t(), x), matrix @ torch.ones(NODES, dtype=DOUBLE)]
     mixed = 0.5 * matrix + torch.eye(NODES, dtype=DOUBLE).to_sparse(layout=torch.sparse_csr)
@@ -474,14 +455,14 @@ def test_sparse_matrices(tmp_path: Path) -> None:
     pyg_sar.write_partitions(other, 2, tmp_path / "other")
 
     def run(root: Path) -> list[Any]:
-        data = pyg_sar.load_partition(root / "parts", view="global")
+        data = pyg_sar.load_partition(root / "parts")
         assert torch.equal(data.adj_t.whole().to_dense(), with_matrix().adj_t.to_dense())
-        sage = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
+        sage = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE))
         with pytest.raises(DistributedIndexError, match="SAGEConv.*'adj_t' with weights"):
             sage(data.x, data.adj_t)
         with pytest.raises(DistributedIndexError, match="'to_dense' of 'adj_t'"):
             data.adj_t.to_dense()
-        data = pyg_sar.load_partition(root / "other", view="global")
+        data = pyg_sar.load_partition(root / "other")
         dense = (with_matrix().adj_t.to_dense() != 0).to(DOUBLE)
         found = whole(sage(data.x, data.adj_t), "test")
         degree = dense.sum(1, keepdim=True).clamp(min=1)
@@ -490,11 +471,11 @@ def test_sparse_matrices(tmp_path: Path) -> None:
         if not WITH_TORCH_SPARSE:
             with pytest.raises(DistributedIndexError, match="'sum' of 'adj_t'"):
                 data.adj_t.sum(dim=1)
-        data = pyg_sar.load_partition(root / "loops", view="global")
-        gcn = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
+        data = pyg_sar.load_partition(root / "loops")
+        gcn = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE))
         with pytest.raises(DistributedIndexError, match="GCNConv.*self-loops"):
             gcn(data.x, data.adj_t)
-        return products(pyg_sar.load_partition(root / "parts", view="global"))
+        return products(pyg_sar.load_partition(root / "parts"))
 
     for found in pyg_sar.launch(run, 1, tmp_path, parts=2):
         for one, other in zip(expected, found, strict=True):
@@ -508,7 +489,7 @@ def explanation(data: Data) -> list[Tensor]:
     """The masks that explain a node's class."""
     model = built("gcn")
     if isinstance(data.x, NodeTensor):
-        pyg_sar.distribute(model, view="global")
+        pyg_sar.distribute(model)
     layers = torch.nn.ModuleList([model.first, model.second])
 
     class Two(torch.nn.Module):
@@ -543,8 +524,8 @@ def test_explanations(tmp_path: Path) -> None:
 
     def run(root: Path) -> list[Tensor]:
         with pytest.raises(DistributedIndexError, match="explained on a graph with self-loops"):
-            explanation(pyg_sar.load_partition(root / "loops", view="global"))
-        return explanation(pyg_sar.load_partition(root / "parts", view="global"))
+            explanation(pyg_sar.load_partition(root / "loops"))
+        return explanation(pyg_sar.load_partition(root / "parts"))
 
     for found in pyg_sar.launch(run, 1, tmp_path, parts=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -557,7 +538,7 @@ def attention(data: Data) -> list[Tensor]:
         torch.manual_seed(6)
         conv = make(8, 4, heads=2).to(DOUBLE)
         if isinstance(data.x, NodeTensor):
-            pyg_sar.distribute(conv, view="global")
+            pyg_sar.distribute(conv)
         out, (index, alpha) = conv(data.x, data.edge_index, return_attention_weights=True)
         (out.sum() + (alpha * (index[0] + 2 * index[1]).view(-1, 1)).square().sum()).backward()
         gradients = [p.grad for p in conv.parameters() if p.grad is not None]
@@ -567,7 +548,7 @@ def attention(data: Data) -> list[Tensor]:
 
 def test_attention_weights(roots: Callable[[int], str]) -> None:
     expected = attention(make_graph())
-    run = lambda root: attention(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    run = lambda root: attention(pyg_sar.load_partition(root))  # noqa: E731
     for found in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
@@ -637,8 +618,8 @@ def test_node_types(tmp_path: Path) -> None:
 
     def run() -> list[Any]:
         model = built_hetero(make_hetero())
-        data = pyg_sar.load_partition(tmp_path / "parts", view="global")
-        return hetero_step(pyg_sar.distribute(model, view="global"), data) + negative_pairs(data)
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        return hetero_step(pyg_sar.distribute(model), data) + negative_pairs(data)
 
     for found in pyg_sar.launch(run, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -653,14 +634,12 @@ STATIC: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def of_static_graphs(data: Data, view: dict[str, str]) -> dict[str, list[Tensor]]:
+def of_static_graphs(data: Data, convert: Any) -> dict[str, list[Tensor]]:
     """Features ``[T, N, F]`` of several times, on the same edges."""
     found = {}
     for name, build in STATIC.items():
         torch.manual_seed(0)
-        model = build().double()
-        if view:
-            model = pyg_sar.distribute(model, **view)
+        model = convert(build().double())
         x = torch.stack([data.x, data.x * 2, data.x.sin()]).detach().requires_grad_()
         out = model(x, data.edge_index)
         weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
@@ -670,17 +649,17 @@ def of_static_graphs(data: Data, view: dict[str, str]) -> dict[str, list[Tensor]
 
 
 def static_work(root: str) -> dict[str, list[Tensor]]:
-    data = pyg_sar.load_partition(root, view="global")
+    data = pyg_sar.load_partition(root)
     for layer in (gnn.GATConv(8, 5), torch.nn.BatchNorm1d(8)):
-        model = pyg_sar.distribute(layer.double(), view="global")
+        model = pyg_sar.distribute(layer.double())
         edges = (data.edge_index,) if isinstance(layer, gnn.GATConv) else ()
         with pytest.raises(DistributedIndexError, match="nodes along axis 1"):
             model(torch.stack([data.x, data.x]), *edges)
-    return of_static_graphs(data, {"view": "global"})
+    return of_static_graphs(data, pyg_sar.distribute)
 
 
 def test_static_graphs(roots: Callable[[int], str]) -> None:
-    expected = of_static_graphs(make_graph(), {})
+    expected = of_static_graphs(make_graph(), lambda model: model)
     for found in pyg_sar.launch(static_work, 2, roots(2)):
         for name in STATIC:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)

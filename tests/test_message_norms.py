@@ -25,7 +25,9 @@ from oracle import (
     Partitions,
     Sweep,
     make_graph,
-    threads,
+    parts,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
@@ -37,7 +39,10 @@ from torch_geometric.utils import softmax
 import pyg_sar
 from pyg_sar import SARPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning"),
+    pytest.mark.filterwarnings("ignore:input's size at dim=0:UserWarning"),
+]
 
 
 class EdgeMLP(MessagePassing):
@@ -113,6 +118,11 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
     "LayerNorm": (lambda: EdgeMLP(gnn.LayerNorm(8)), ATTR),
     "LayerNorm, node": (lambda: EdgeMLP(gnn.LayerNorm(8, mode="node")), ATTR),
     "PairNorm": (lambda: EdgeMLP(gnn.PairNorm()), ATTR),
+    "GENConv": (lambda: gnn.GENConv(CHANNELS, OUT, edge_dim=EDGE_DIM), ATTR),
+    "GENConv, instance": (
+        lambda: gnn.GENConv(CHANNELS, OUT, edge_dim=EDGE_DIM, norm="instance"), ATTR),
+    "GINConv": (lambda: gnn.GINConv(gnn.MLP([CHANNELS, 8, OUT], norm="batch_norm")), ()),
+    "GINConv, GraphNorm": (lambda: gnn.GINConv(gnn.MLP([CHANNELS, 8, OUT], norm="graph_norm")), ()),
     "DiffGroupNorm": (lambda: EdgeMLP(gnn.DiffGroupNorm(8, 2)), ATTR),
 }  # fmt: skip
 
@@ -154,23 +164,22 @@ def test_norms_inside_messages(world: int, graph: Data, partitions: Partitions):
 def test_a_worker_without_an_edge_takes_part(graph: Data, partitions: Partitions):
     """Said of the graphs above: the last of three workers has a node and no edge at all."""
 
-    def worker() -> tuple[int, int]:
-        data = pyg_sar.load_partition(root_of(3, graph, partitions), view="local")
-        return data.num_nodes, data.num_edges
+    def worker(root: Path) -> tuple[int, int]:
+        data = pyg_sar.load_partition(root)
+        return data.x.to_local().size(0), data.edge_index.to_local().size(1)
 
-    assert threads(worker, 3)[-1] == (1, 0)
+    assert workers(worker, 3, root_of(3, graph, partitions))[-1] == (1, 0)
 
 
 def test_statistics_inside_a_message_travel_and_rows_of_edges_do_not(
     graph: Data, partitions: Partitions
 ):
     """Besides mode 3's halo: two collectives of O(F) numbers, whatever the number of edges."""
-    root = root_of(3, graph, partitions)
     layer = EdgeMLP(BatchNorm1d(8)).double()
 
-    def worker() -> tuple[int, int]:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3), view="local")
+    def worker(root: Path) -> tuple[int, int]:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
         x = data.x.requires_grad_()
         model(x, data.edge_index, data.edge_attr).sum().backward()
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -178,58 +187,88 @@ def test_statistics_inside_a_message_travel_and_rows_of_edges_do_not(
         sent = ledger.sent_bytes
         return sent(kind="statistics", phase="forward"), sent(kind="statistics", phase="backward")
 
-    assert threads(worker, 3) == [((1 + 2 * 8) * 8, 2 * 8 * 8)] * 3
+    found = workers(worker, 3, root_of(3, graph, partitions))
+    assert found == [((1 + 2 * 8) * 8, 2 * 8 * 8)] * 3
 
 
-@pytest.mark.parametrize("policy", [SARPolicy(mode=1), SARPolicy(mode=3)], ids=str)
-@pytest.mark.parametrize(
-    "norm", [lambda: BatchNorm1d(8), lambda: gnn.InstanceNorm(8, track_running_stats=True)]
-)
-def test_training_evaluation_and_training_again(
-    norm: Callable[[], torch.nn.Module], policy: SARPolicy, graph: Data, partitions: Partitions
-):
+def test_training_evaluation_and_training_again(graph: Data, partitions: Partitions):
     """The strategy follows ``train()`` and ``eval()``; statistics are those of one process."""
-    torch.manual_seed(0)
-    layer = EdgeMLP(norm(), "max").double()
-    root = root_of(3, graph, partitions)
+    layers = []
+    for norm in (BatchNorm1d(8), gnn.InstanceNorm(8, track_running_stats=True)):
+        torch.manual_seed(0)
+        layers.append(EdgeMLP(norm, "max").double())
+    cases = [(layer, SARPolicy(mode=mode)) for layer in layers for mode in (1, 3)]
     cotangents = torch.randn(graph.num_nodes, OUT, dtype=torch.float64)
 
-    def steps(model: torch.nn.Module, data: Data, ids: Tensor) -> list[Tensor]:
+    def steps(model: torch.nn.Module, data: Data) -> list[Tensor]:
         found = []
         for training in (True, True, False, True, False):
             model.train(training)
             x = data.x.clone().requires_grad_()
             out = model(x, data.edge_index, data.edge_attr)
-            (out * cotangents[ids]).sum().backward()
-            found += [out.detach(), x.grad]
-        return found
+            (out * cotangents).sum().backward()
+            found += [whole(out.detach()), whole(x.grad)]
+        return [*found, *(b.detach().clone() for b in model.buffers())]
 
-    expected = copy.deepcopy(layer)
-    wanted = steps(expected, graph, torch.arange(graph.num_nodes))
+    expected = [steps(copy.deepcopy(layer), graph) for layer, _ in cases]
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
-        return data.n_id, steps(model, data, data.n_id), dict(model.named_buffers())
+    def worker(root: Path) -> list[list[Tensor]]:
+        data = pyg_sar.load_partition(root)
+        return [steps(pyg_sar.distribute(copy.deepcopy(m), policy), data) for m, policy in cases]
 
-    for ids, found, buffers in threads(worker, 3):
-        for mine, right in zip(found, wanted, strict=True):
-            assert torch.allclose(mine, right[ids], rtol=TOLERANCE, atol=TOLERANCE)
-        for name, buffer in expected.named_buffers():
-            assert torch.allclose(buffers[name].double(), buffer.double(), rtol=TOLERANCE)
+    for found in workers(worker, 3, root_of(3, graph, partitions)):
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_one_shot_warns_and_says_why(graph: Data, partitions: Partitions):
-    """On one worker: warnings are caught per process."""
     root = partitions(graph, 1, torch.zeros(graph.num_nodes, dtype=torch.long))
 
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double(), view="local")
+    def worker(root: Path) -> None:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double())
         with pytest.warns(pyg_sar.errors.OneShotWarning, match=r"over all edges \(GraphNorm\)"):
             model(data.x, data.edge_index, data.edge_attr)
 
-    threads(worker, 1)
+    workers(worker, 1, root)
+
+
+class Pooled(MessagePassing):
+    """A layer of one's own whose forward has norms of rows, and of a row for each of three types.
+
+    The latter are the same on all workers, and are counted once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.types = BatchNorm1d(CHANNELS), BatchNorm1d(CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.rows(x)
+        types = torch.arange(x.size(0)) % 3
+        means = self.types(gnn.global_mean_pool(x, types, 3).cos())
+        return self.propagate(edge_index, x=x) + means[types]
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+
+def test_norms_in_layers_of_ones_own(graph: Data, partitions: Partitions):
+    def steps(layer: torch.nn.Module, data: Data) -> list[Any]:
+        for _ in range(2):
+            x = data.x.clone().requires_grad_()
+            out = layer(x, data.edge_index)
+            out.sin().sum().backward()
+        grads = [p.grad for p in layer.parameters()]
+        return [whole(out.detach()), whole(x.grad), *grads, *(b for b in layer.buffers())]
+
+    expected = steps(Pooled().double(), graph)
+
+    def worker(root: Path) -> list[Any]:
+        return steps(pyg_sar.distribute(Pooled().double()), pyg_sar.load_partition(root))
+
+    for launch in (workers, parts):
+        for found in launch(worker, 3, root_of(3, graph, partitions)):
+            torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # Models ######################################################################
@@ -264,28 +303,24 @@ def test_norms_between_the_layers_of_models(graph: Data, partitions: Partitions)
     ]
     cotangents = torch.randn(data.num_nodes, OUT, dtype=torch.float64)
 
-    def step(model: torch.nn.Module, data: Data, ids: Tensor) -> dict[str, Tensor]:
+    def step(model: torch.nn.Module, data: Data) -> dict[str, Tensor]:
         x = data.x.clone().requires_grad_()
         out = model(x, data.edge_index, data.group)
-        (out * cotangents[ids]).sum().backward()
+        (out * cotangents).sum().backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {"out": out.detach(), "x": x.grad} | grads | dict(model.named_buffers())
+        found = {"out": whole(out.detach()), "x": whole(x.grad)} | grads
+        return found | dict(model.named_buffers())
 
-    expected = [step(copy.deepcopy(m), data, torch.arange(data.num_nodes)) for m in models]
+    expected = [step(copy.deepcopy(m), data) for m in models]
 
-    def worker() -> Any:
-        mine = pyg_sar.load_partition(root, view="local")
-        return mine.n_id, [
-            step(pyg_sar.distribute(copy.deepcopy(m), view="local"), mine, mine.n_id)
-            for m in models
-        ]
+    def worker(root: Path) -> list[dict[str, Tensor]]:
+        mine = pyg_sar.load_partition(root)
+        return [step(pyg_sar.distribute(copy.deepcopy(m)), mine) for m in models]
 
-    for ids, found in threads(worker, 3):
-        for model, here, whole in zip(models, found, expected, strict=True):
-            assert here.keys() == whole.keys()
-            scale = max(float(g.abs().max()) for g in whole.values())
-            for name, right in whole.items():
-                right = right[ids] if name in ("out", "x") else right
-                difference = (here[name].double() - right.double()).abs()
-                assert difference.numel() == 0 or float(difference.max()) <= TOLERANCE * scale, (
-                    model.model.norms[0], name)  # fmt: skip
+    for found in workers(worker, 3, root):
+        for model, here, right in zip(models, found, expected, strict=True):
+            assert here.keys() == right.keys()
+            scale = max(float(g.abs().max()) for g in right.values())
+            for name, value in right.items():
+                difference = (here[name].double() - value.double()).abs()
+                assert float(difference.max()) <= TOLERANCE * scale, (model.model.norms[0], name)

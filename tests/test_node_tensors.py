@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import threads
+from oracle import parts
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -440,7 +440,7 @@ def _equal(plain: Any, found: Any) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_values_and_gradients_are_those_of_whole_tensors(world: int) -> None:
-    for found in threads(_run, world, list(CASES)):
+    for found in parts(_run, world, list(CASES)):
         assert [text for text in found.values() if text] == []
 
 
@@ -452,7 +452,7 @@ def test_values_in_inference_mode() -> None:
         with torch.inference_mode():
             return [*outside.values(), *_run(list(CASES)).values()]
 
-    for found in threads(run, 2):
+    for found in parts(run, 2):
         assert [text for text in found if text] == []
 
 
@@ -476,7 +476,7 @@ def _refused(name: str) -> str:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_others_are_refused_by_name(name: str) -> None:
-    for rank, text in enumerate(threads(_refused, 2, name)):
+    for rank, text in enumerate(parts(_refused, 2, name)):
         assert f"rank {rank}" in text and "shape" in text
 
 
@@ -543,10 +543,10 @@ def test_sums_of_half_precision_do_not_overflow() -> None:
 
     def work() -> list[Tensor]:
         rows = _layout()
-        parts = (wrap(t[rows.ids].clone(), rows, 0) for t in (x, y))
-        return [whole(t, "test").detach() for t in _of_halves(*parts)]
+        both = (wrap(t[rows.ids].clone(), rows, 0) for t in (x, y))
+        return [whole(t, "test").detach() for t in _of_halves(*both)]
 
-    for found in threads(work, 2):
+    for found in parts(work, 2):
         torch.testing.assert_close(found, [t.detach() for t in _of_halves(x, y)])
 
 
@@ -559,7 +559,7 @@ def _shown() -> tuple[Any, ...]:
 def test_what_leaves_torch_is_gathered() -> None:
     y = _values()["y"]
     expected = (repr(y), str(y), y.tolist(), y.tolist(), f"{y.sum()}", N, [N])
-    assert threads(_shown, 3) == [expected] * 3
+    assert parts(_shown, 3) == [expected] * 3
 
 
 def test_gathering_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,7 +571,7 @@ def test_gathering_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             wrap(given["x"][rows.ids], rows, 0).numpy()
         return str(caught.value)
 
-    assert all("Tensor.numpy()" in text for text in threads(gather, 2))
+    assert all("Tensor.numpy()" in text for text in parts(gather, 2))
 
 
 def test_plain_and_node_tensors_of_other_lengths_do_not_meet() -> None:
@@ -585,7 +585,7 @@ def test_plain_and_node_tensors_of_other_lengths_do_not_meet() -> None:
         with pytest.raises(IndexError, match="out of bounds"):
             x[torch.tensor([N])]
 
-    threads(meet, 2)
+    parts(meet, 2)
 
 
 def test_copies_where_torch_has_views_are_written_as_these() -> None:
@@ -618,7 +618,7 @@ def test_copies_where_torch_has_views_are_written_as_these() -> None:
         with pytest.raises(ValueError, match="read-only"):
             x.numpy()[0] = 1
 
-    threads(write, 2)
+    parts(write, 2)
 
 
 def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
@@ -647,7 +647,7 @@ def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
             other.logical_not_()
             assert x[other].size(0) == N - int(changed.sum())
 
-    threads(select, 2)
+    parts(select, 2)
 
 
 def _written(z: Tensor) -> Tensor:
@@ -691,7 +691,7 @@ def test_conjugates_keep_their_bits_with_gradients() -> None:
         return found(lambda: wrap(z[rows.ids].clone(), rows, 0))
 
     expected = found(z.clone)
-    for worker in threads(work, 2):
+    for worker in parts(work, 2):
         torch.testing.assert_close(worker, expected)
 
 
@@ -712,7 +712,7 @@ def test_reductions_of_integers_have_the_dtype_or_error_of_torch() -> None:
 
     x = _values()["y"].view(-1, 1) + torch.arange(3)
     expected = found(x)
-    for worker in threads(work, 2):
+    for worker in parts(work, 2):
         for one, other in zip(worker, expected, strict=True):
             assert one == other if isinstance(other, str) else one.dtype == other.dtype
             torch.testing.assert_close(one, other) if isinstance(other, Tensor) else None

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, threads
+from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, parts, workers
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
-from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GATConv
+from torch_geometric.nn import GAT, GATConv, GCNConv
 
 import pyg_sar
-from pyg_sar.reduction.parameters import LIMBS, differ, in_space, marks, reconcile
+from pyg_sar.reduction.parameters import LIMBS, differ, marks, reconcile
 from pyg_sar.train.checkpoint import save_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.trainer import Trainer
@@ -84,87 +82,71 @@ def refusal(act: Callable[[], Any]) -> str:
 def test_attributes_of_modules():
     """Numbers, strings, functions and their containers are compared; private names are not."""
 
-    def worker() -> Any:
+    def worker() -> list[str]:
         other = pyg_sar.comm.current().rank == 2
-        return [
-            refusal(lambda how=how: pyg_sar.distribute(built(how, other), view="local"))
-            for how in BUILT
-        ]
+        return [refusal(lambda how=how: pyg_sar.distribute(built(how, other))) for how in BUILT]
 
-    for found in threads(worker, WORLD):
+    for found in workers(worker, WORLD):
         for message, (how, expected) in zip(found, BUILT.items(), strict=True):
             assert expected in message and bool(message) == (how != "alike"), (how, message)
 
 
-def step(model: Any, data: Any, optimizer: Any, by_hand: bool = False) -> None:
+def step(model: Any, data: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
-    pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
-    if by_hand:
-        pyg_sar.reduction.sum_gradients(model)
+    node_losses(model(data.x, data.edge_index)).mean().backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_parameters_that_part(dtype: torch.dtype, root: Path):
+@pytest.mark.parametrize("launch", [workers, parts])
+def test_parameters_that_part(launch: Any, root: Path):
     """Another learning rate, or weights, on one worker: noticed by the next backward pass."""
 
-    def worker() -> Any:
-        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
+    def worker(root: Path, dtype: torch.dtype) -> list[str]:
+        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
         data.x = data.x.to(dtype)
-        rank, messages = comm.rank, []
-        for sums in (True, False):
-            torch.manual_seed(0)
-            model: Any = pyg_sar.distribute(Net().to(dtype), sum_gradients=sums, view="local")
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.05 if rank == 1 else 0.01)
-            again = partial(step, model, data, optimizer, not sums)
-            again()
-            messages.append(refusal(again))
-        model = pyg_sar.distribute(Net().to(dtype), view="local")
+        torch.manual_seed(0)
+        model: Any = pyg_sar.distribute(Net().to(dtype))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05 if comm.rank == 1 else 0.01)
+        step(model, data, optimizer)
+        messages = [refusal(lambda: step(model, data, optimizer))]
+        model = pyg_sar.distribute(Net().to(dtype))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         step(model, data, optimizer)
-        if rank == 0:
+        if comm.rank == 0:
             model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
         messages.append(refusal(lambda: step(model, data, optimizer)))
-        with torch.no_grad():
-            messages.append(refusal(lambda: model(data.x, edge_index=data.edge_index)))
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
-        model = pyg_sar.distribute(model, view="local")  # Takes rank 0's.
+        model = pyg_sar.distribute(model)  # Takes rank 0's.
         step(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
-        if rank == 2:
+        if comm.rank == 2:
             model.norm.running_mean.add_(1)
-        with torch.no_grad():
-            messages.append(refusal(lambda: model(data.x, data.edge_index)))
-        batch = (data, {"edges": data.edge_index}, Data(edge_index=data.y.view(1, -1)))
-        assert [in_space(([value],)) for value in batch] == [True, True, False]
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
         return messages
 
-    for *messages, evaluated, saved in threads(worker, WORLD):
-        ranks = ([1], [1], [1, 2], [1, 2], [1, 2])
-        for message, others in zip(messages, ranks, strict=True):
-            assert (
-                "'conv." in message and f"ranks {others} hold other values than rank 0" in message
-            )
-            assert "load_state_dict() on all of them" in message
-        for message in (evaluated, saved):
-            assert "'norm.running_mean' differs" in message and "ranks [2]" in message
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for *messages, saved in launch(worker, WORLD, root, dtype):
+            for message, others in zip(messages, ([1], [1, 2], [1, 2]), strict=True):
+                assert "'conv." in message, message
+                assert f"ranks {others} hold other values than rank 0" in message
+                assert "load_state_dict() on all of them" in message
+            assert "'norm.running_mean' differs" in saved and "ranks [2]" in saved
     assert not (root / "no.ckpt").exists()
 
 
 def test_settings_of_a_trainer(root: Path):
     """The first that differs is named, before a step is taken; the evaluation compares weights."""
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
+    def worker(root: Path) -> list[str]:
+        data = pyg_sar.load_partition(root)
         data.x = data.x.float()
         data.val_mask, data.y = data.train_mask, data.y.clamp(max=OUT - 1)
         other = pyg_sar.comm.current().rank == 1
         found = []
         for changes in ({"lr": 0.02}, {"epochs": 9}, {"clip_norm": 1.0}, {"eval_every": 2}):
             config = TrainConfig(**{"epochs": 2, **(changes if other else {})})
-            trainer = Trainer(pyg_sar.distribute(Net(), view="local"), data, config)
+            trainer = Trainer(pyg_sar.distribute(Net()), data, config)
             found.append(refusal(trainer.fit))
-        model = pyg_sar.distribute(Net(), view="local")
+        model = pyg_sar.distribute(Net())
         beta = 0.8 if other else 0.9
         given = torch.optim.Adam(model.parameters(), betas=(beta, 0.99))
         found.append(refusal(Trainer(model, data, TrainConfig(epochs=2), optimizer=given).fit))
@@ -176,16 +158,16 @@ def test_settings_of_a_trainer(root: Path):
         return found
 
     names = ["lr", "epochs", "clip_norm", "eval_every", "optimizer.param_groups[0]['betas']"]
-    for *messages, alike, weights in threads(worker, WORLD):
+    for *messages, alike, weights in workers(worker, WORLD, root):
         for name, message in zip(names, messages, strict=True):
             assert f"settings differ: '{name}: " in message and "at rank 1" in message
         assert alike == "" and "ranks [1] hold other values" in weights
 
 
-def test_checksums_and_roundings():
+def test_checksums_and_roundings(root: Path):
     """A changed bit anywhere is seen, in every dtype; roundings are taken away, not refused."""
 
-    def worker() -> Any:
+    def worker(root: Path) -> Any:
         comm = pyg_sar.comm.current()
         seen = []
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -204,24 +186,20 @@ def test_checksums_and_roundings():
             doubled = torch.full((4096,), 1.0 + comm.rank, dtype=dtype)
             own = comm.all_reduce(marks([doubled], comm, doubled[0]))
             seen.append(differ(own.tolist()))
-        model: Any = pyg_sar.distribute(
-            torch.nn.ModuleDict({"last": torch.nn.Linear(6, 6)}), view="local"
-        )
-        weight = model.last.weight
+        data = pyg_sar.load_partition(root)
+        model: Any = pyg_sar.distribute(GCNConv(CHANNELS, 6).double())
+        weight = model.lin.weight
         if comm.rank == 1:
             weight.data = torch.nextafter(weight.data, torch.tensor(torch.inf))
-        model.register_forward_pre_hook(lambda *_: None)
-        for hook in list(model._forward_pre_hooks.values())[:1]:
-            hook(model)
-        weight.square().sum().backward()
+        model(data.x, data.edge_index).square().sum().backward()
         whole = torch.full((2,), 1j * comm.rank)
         seen.append("'z' differs" in refusal(lambda: reconcile([("z", whole)], comm)))
         return seen, weight.detach(), weight.grad
 
-    workers = threads(worker, WORLD)
-    for seen, weight, gradient in workers:
+    found = workers(worker, WORLD, root)
+    for seen, weight, gradient in found:
         assert all(seen)
-        assert torch.equal(weight, workers[0][1]) and torch.equal(gradient, workers[0][2])
+        assert torch.equal(weight, found[0][1]) and torch.equal(gradient, found[0][2])
 
 
 class Outer(torch.nn.Module):
@@ -236,19 +214,17 @@ class Outer(torch.nn.Module):
 def test_other_summations_are_refused(root: Path):
     """DistributedDataParallel around a converted model, further out, and inside."""
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
+    def worker(root: Path) -> list[str]:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        data = pyg_sar.load_partition(root)
         plain = GAT(CHANNELS, 16, 2, OUT).double()
-        model: Any = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+        model: Any = pyg_sar.distribute(copy.deepcopy(plain))
         return [
             refusal(lambda: DistributedDataParallel(model)(data.x, data.edge_index)),
             refusal(lambda: DistributedDataParallel(Outer(model))(data.x, data.edge_index)),
-            refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain), view="local")),
+            refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain))),
         ]
 
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        for found in threads(worker, WORLD):
-            assert all("without DistributedDataParallel" in message for message in found), found
-    finally:
-        torch.distributed.destroy_process_group()
+    for found in workers(worker, WORLD, root):
+        assert all("without DistributedDataParallel" in message for message in found), found

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import threads
+from oracle import parts
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric import utils
@@ -82,17 +82,17 @@ def _results(case: Callable[[Values], Any], v: Values) -> list[Tensor]:
     for leaf in leaves:
         leaf.requires_grad_()
     found = case(v)
-    parts = [t for t in (found if isinstance(found, tuple | list) else [found]) if t is not None]
+    tensors = [t for t in (found if isinstance(found, tuple | list) else [found]) if t is not None]
     terms = [
         (p * torch.linspace(0.5, 1.5, p.numel(), dtype=DOUBLE).view(p.shape)).sum()
-        for p in parts
+        for p in tensors
         if p.requires_grad
     ]
     gradients: Any = [None] * len(leaves)
     if terms:
         gradients = torch.autograd.grad(sum(terms), leaves, allow_unused=True)
     return [
-        torch.zeros(0) if t is None else whole(t.detach(), "test") for t in (*parts, *gradients)
+        torch.zeros(0) if t is None else whole(t.detach(), "test") for t in (*tensors, *gradients)
     ]
 
 
@@ -275,7 +275,7 @@ CASES = PLAIN | SCATTER | SPARSE
 
 def check(cases: dict[str, Any]) -> None:
     for world in (2, 3):
-        for found in threads(_work, world, list(cases)):
+        for found in parts(_work, world, list(cases)):
             assert not found
 
 
@@ -310,7 +310,7 @@ def test_matrices_that_are_made_each_time_are_not_gathered(monkeypatch):
         check(SPARSE)
         CASES["attention"] = attention
         monkeypatch.setattr(rows_module, "GATHER_LIMIT", 0)
-        for found in threads(_own_rows, 3):
+        for found in parts(_own_rows, 3):
             assert not found
     del CASES["attention"]
 
@@ -391,12 +391,11 @@ def test_layers_on_matrices(tmp_path: Path):
         pyg_sar.write_partitions(_graph(loops), 2, tmp_path / str(loops))
 
     def work(root: Path) -> list[Tensor]:
-        convert = partial(pyg_sar.distribute, view="global")
-        load = partial(pyg_sar.load_partition, view="global")
-        return [t for loops in kinds for t in _layers(load(root / str(loops)), convert)]
+        graphs = [pyg_sar.load_partition(root / str(loops)) for loops in kinds]
+        return [t for data in graphs for t in _layers(data, pyg_sar.distribute)]
 
     expected = [t for loops in kinds for t in _layers(_graph(loops), lambda layer: layer)]
-    for found in pyg_sar.launch(work, 1, tmp_path, parts=2):
+    for found in parts(work, 2, tmp_path):
         for k, (mine, right) in enumerate(zip(found, expected, strict=True)):
             torch.testing.assert_close(
                 mine, right, rtol=1e-9, atol=1e-9, msg=lambda m, k=k: f"{k} {m}"
@@ -429,7 +428,7 @@ def test_operators_of_other_packages_are_refused_by_name():
             operators.own(x)
         return found
 
-    for found in threads(work, 2):
+    for found in parts(work, 2):
         names = [text.partition("' of node")[0] for text in found]
         assert names == [f"'pyg_sar_test.{n}" for n in ("own", "own", "sum", "many") for _ in "ab"]
     assert not ran

@@ -324,7 +324,7 @@ class GroupCommunicator(Communicator):
         self._transport = transport
         self._watch = watch
         name = f"pyg_sar issuer {self.rank}"
-        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.compute_lock)
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort)
         self._local_peers = local_peers
         if local_peers is not None:
             local_peers.posts = transport.posts
@@ -341,8 +341,7 @@ class GroupCommunicator(Communicator):
         doing: str,
     ) -> Work:
         ledgers = list(self.ledgers)
-        everything = self._local_peers is not None and self._local_peers.carries_all
-        shared = self.sharing if everything else None
+        shared = self.sharing
 
         def task() -> None:
             packed = [(peer, pack(send)) for peer, send in sends]

@@ -49,6 +49,7 @@ _READS_MEMORY = frozenset(
         "untyped_storage",
     )
 )
+_REMEDY = "(make it an attribute of the layer, or pass it to propagate)"
 _PATTERNS: tuple[tuple[str, ...], ...] = ((), ("max", "sum"), ("sum",))
 
 
@@ -352,35 +353,42 @@ def _sequence_number() -> int:
     return int(node._sequence_nr()) if node is not None else 0
 
 
-def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
+    """Says if the graph holds opaque nodes; refuses tensors that came in by the back door.
+
+    Their gradients would be of a worker's edges alone, but where they are summed over the workers
+    (``Shared`` of :mod:`pyg_sar.tensors.boundary`).
+    """
+    opaque = shared = False
     stack, seen = [root.grad_fn for root in roots], set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield node
-        stack += [parent for parent, _ in node.next_functions]
-
-
-def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
-    """Says if the graph holds opaque nodes; refuses tensors that came in by the back door."""
-    opaque = False
-    for node in _nodes(roots):
         name = type(node).__name__
+        if name.endswith("SharedBackward"):
+            shared = True
+            continue
+        stack += [parent for parent, _ in node.next_functions]
         if hasattr(node, "variable"):
             if id(node.variable) not in leaves:
                 raise NeedsAllEdges(
                     "the message uses a tensor that requires a gradient and is neither a parameter "
-                    "of the layer nor an argument of propagate()"
+                    f"of the layer nor an argument of propagate() {_REMEDY}",
+                    forbidden=True,
                 )
         elif name == "InjectBackward":
             continue
         elif node._sequence_nr() <= begin:
             raise NeedsAllEdges(
-                "the message uses a computed tensor that is not an argument of propagate()"
+                f"the message uses a computed tensor that is not an argument of propagate() "
+                f"{_REMEDY}",
+                forbidden=True,
             )
         else:
             opaque |= isinstance(node, torch.autograd.function.BackwardCFunction)
             opaque |= "Differentiable" in name or "Compiled" in name
+    if shared:
+        raise NeedsAllEdges("the message uses a computed tensor that is an attribute of the layer")
     return opaque

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.message.layer_state import modes_kept
+from pyg_sar.nn.attention import global_attention
 from pyg_sar.nn.embedding import NodeEmbedding
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
     NORMS,
     DistBatchNorm,
     DistBatchNorm1d,
-    DistDiffGroupNorm,
     DistGraphNorm,
     DistGraphSizeNorm,
     DistHeteroBatchNorm,
@@ -25,16 +24,13 @@ from pyg_sar.nn.norm import (
     DistPairNorm,
     DistSyncBatchNorm,
 )
-from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.space.node_rows import shuffle_nodes
 from pyg_sar.tensors import NodeTensor
 
 __all__ = [
     "NORMS",
     "DistBatchNorm",
     "DistBatchNorm1d",
-    "DistDiffGroupNorm",
     "DistGraphNorm",
     "DistGraphSizeNorm",
     "DistHeteroBatchNorm",
@@ -44,15 +40,10 @@ __all__ = [
     "DistMeanSubtractionNorm",
     "DistMessagePassing",
     "DistPairNorm",
-    "DistReadout",
     "DistSyncBatchNorm",
     "NodeEmbedding",
-    "global_add_pool",
     "global_attention",
-    "global_max_pool",
-    "global_mean_pool",
     "initialize",
-    "shuffle_nodes",
 ]
 
 

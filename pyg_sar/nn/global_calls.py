@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    HANConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
@@ -41,8 +42,8 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
-from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -119,15 +120,20 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any) -> Any:
-        """Returns a tensor as what this worker's computation takes."""
+    def local(self, value: Any, gathered: bool = False) -> Any:
+        """Returns a tensor as what this worker's computation takes.
+
+        Args:
+            value: The tensor.
+            gathered: It is all rows of a tensor that has none of the edges or their nodes.
+        """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(value.full_tensor())
+                return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -152,11 +158,13 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], axis % value.dim())
-            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+            mine = gathered or value.dim() > 1
+            if self.edges and mine and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
+                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
+                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
+                    "pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -190,8 +198,11 @@ class _Call:
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
         layer: Any = self.module
-        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        several = self.comm.world_size > 1
+        learns = torch.is_grad_enabled() and several
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        if several and not learns:
+            layer.shared_parameters.compare(layer, self.comm)
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
@@ -240,11 +251,11 @@ class _Call:
             yield
             return
         if policy.random is not None and rows is not None:
-            rows.enter(self.module, args, kwargs, check=False)
+            rows.enter(self.module, args, kwargs)
             try:
                 yield
             finally:
-                rows.leave(self.module, args, None)
+                rows.leave()
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -293,8 +304,8 @@ class _Call:
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
-                f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "data of load_partition(root, view='local')"
+                f"{self.comm.rank}), of which it is not known which rows they have: let it return "
+                "a tensor with a row per node, or a dict of them by node type"
             )
         return self.out(out, self._targets())
 
@@ -321,7 +332,7 @@ class _Call:
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
-                f"(rank {self.comm.rank}): call it on data of load_partition(root, view='local')"
+                f"(rank {self.comm.rank}): add or remove loops before write_partitions()"
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
@@ -435,7 +446,7 @@ def _refuse_local(module: Any, *given: Any) -> None:
     if comm.world_size > 1:
         raise DistributedIndexError(
             f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
-            "data of load_partition(root), or convert the model by distribute(model, view='local')"
+            "data.edge_index of load_partition(root), not its to_local()"
         )
 
 
@@ -462,7 +473,8 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
+        explaining = explained(self, args, kwargs)
+        with _policy_of_parts(self), explaining, call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -505,7 +517,7 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        with _policy_of_parts(self), call.parameters():
+        with _policy_of_parts(self), call.parameters(), own_rows_only():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -546,7 +558,7 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""
@@ -567,6 +579,21 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names, and it.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return {**names, "replaced": kind}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 @cache

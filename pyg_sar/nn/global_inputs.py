@@ -62,8 +62,7 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
                     raise DistributedIndexError(
                         f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
                         f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
-                        f"backward hook on the {type(module).__name__}, or call it on "
-                        "data of load_partition(root, view='local')"
+                        f"backward hook on the {type(module).__name__}"
                     )
 
 

@@ -503,8 +503,6 @@ class DistMessagePassing(MessagePassing):
         maps = known_base(own) is not None
         bound = partial(self._bound, args, kwargs)
         try:
-            if (hook := self.__dict__.get("gradient_sum")) is not None:
-                hook.settle()
             if self._has_tile_values:
                 forget_tile_values(self)
             with (

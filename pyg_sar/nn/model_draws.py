@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.engine.analysis import Choice, choices_of, title_of
@@ -37,7 +36,6 @@ from pyg_sar.message.edge_draws import (
     generator_mark,
     in_other_order,
     out_of_order,
-    refuse_shared_generator,
     told_order,
     unlike,
 )
@@ -253,11 +251,11 @@ _OF_SHAPE: dict[Any, Callable[..., tuple[Fill, Any]]] = {
 }
 
 
-# Around a model's forward pass ################################################
+# Around a layer's forward pass ################################################
 
 
 class DrawsOfForward:
-    """Hooks that open :class:`ModelDraws` around a model's forward pass, and close it.
+    """Opens :class:`ModelDraws` around a layer's forward pass, and closes it.
 
     Args:
         comm: The workers.
@@ -265,43 +263,22 @@ class DrawsOfForward:
     """
 
     def __init__(self, comm: Communicator, strength: Strength) -> None:
-        refuse_shared_generator(comm, strength)
         self.comm, self.strength = comm, strength
         self.open: list[ModelDraws] = []
-        self.handles: list[RemovableHandle] = []
 
-    def install(self, model: torch.nn.Module) -> None:
-        """Puts the hooks on a model."""
-        self.handles = [
-            model.register_forward_pre_hook(self.enter, with_kwargs=True),
-            model.register_forward_hook(self.leave, always_call=True),
-        ]
-
-    @staticmethod
-    def remove(model: torch.nn.Module) -> None:
-        """Takes the hooks of an earlier ``distribute`` from a model."""
-        for hook in list(model._forward_pre_hooks.values()):
-            owner = getattr(hook, "__self__", None)
-            for handle in owner.handles if isinstance(owner, DrawsOfForward) else ():
-                handle.remove()
-
-    def enter(self, model: torch.nn.Module, args: Any, kwargs: Any, check: bool = True) -> None:
-        """Opens what draws, on all workers together.
+    def enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Opens what draws. When something is drawn, workers compare their generators.
 
         Args:
-            model: The model.
+            layer: The layer.
             args: What it is called with.
             kwargs: The same by name.
-            check: Ask the others at once whether the generators are alike, not only when something
-                is drawn.
         """
-        draws = ModelDraws(self.comm, self.strength, type(model).__name__, (args, kwargs))
-        if check:
-            draws.check_start()
+        draws = ModelDraws(self.comm, self.strength, type(layer).__name__, (args, kwargs))
         self.open.append(draws)
         draws.__enter__()
 
-    def leave(self, model: torch.nn.Module, args: Any, result: Any) -> None:
+    def leave(self) -> None:
         """Closes it again."""
         if self.open:
             self.open.pop().__exit__(None, None, None)
@@ -318,21 +295,6 @@ def away(draws: DrawsOfForward | None) -> Iterator[None]:
         return
     with draws.open[-1].away():
         yield
-
-
-def refuse_dense_attention(model: torch.nn.Module, strength: Strength) -> None:
-    """Refuses dropout of attention over all nodes, whose weights no worker has as one process has.
-
-    Raises:
-        ValueError: Naming the module.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.MultiheadAttention) and module.dropout > 0:
-            raise ValueError(
-                f"random='{strength}' can't draw the dropout of '{name}' "
-                f"({type(module).__name__}, dropout={module.dropout}), of weights between all "
-                "nodes: set its dropout to 0, or say random=None"
-            )
 
 
 # In calls of ``propagate`` ########################################################

@@ -9,12 +9,15 @@ one backward; with ``batch``, a few numbers more to agree on the number of graph
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor
-from torch.nn.functional import batch_norm, instance_norm
+from torch.nn.functional import batch_norm
 
 from pyg_sar.comm.group import current
 from pyg_sar.nn.compiled import between_graphs
@@ -27,8 +30,26 @@ from pyg_sar.reduction.moments import (
     reduces_over_rows,
     standardise,
 )
-from pyg_sar.space.graph_index import plain_batch
 from pyg_sar.wording import counted
+
+_of_rows: ContextVar[bool] = ContextVar("rows of this worker", default=False)
+
+
+@contextmanager
+def own_rows_only() -> Iterator[None]:
+    """What modules are called with meanwhile are this worker's rows of a tensor of all workers."""
+    token = _of_rows.set(True)
+    try:
+        yield
+    finally:
+        _of_rows.reset(token)
+
+
+def counts_all(norm: torch.nn.Module) -> bool:
+    """Returns whether a norm takes its statistics over all workers' rows, not over what it gets."""
+    local = "shared_parameters" not in vars(norm)
+    return current().world_size > 1 and (local or _of_rows.get())
+
 
 # Norms per graph #############################################################
 
@@ -68,8 +89,7 @@ class DistGraphNorm(gnn.GraphNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphNorm.forward`."""
-        batch = plain_batch(batch)
-        if current().world_size == 1:
+        if not counts_all(self):
             return super().forward(x, batch, batch_size)
         found = graph_moments("GraphNorm", x, batch, batch_size)
         kept = self.mean_scale.double()
@@ -87,8 +107,7 @@ class DistGraphSizeNorm(gnn.GraphSizeNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphSizeNorm.forward`."""
-        batch = plain_batch(batch)
-        if current().world_size == 1:
+        if not counts_all(self):
             return super().forward(x, batch, batch_size)
         count = graph_moments("GraphSizeNorm", x, batch, batch_size, order=0).count
         inverse = count.rsqrt().to(plain_dtype(self, gnn.GraphSizeNorm, x, batch)).view(-1, 1)
@@ -103,8 +122,7 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.MeanSubtractionNorm.forward`."""
-        batch = plain_batch(batch)
-        if current().world_size == 1:
+        if not counts_all(self):
             return super().forward(x, batch, dim_size)
         found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
         dtype = plain_dtype(self, gnn.MeanSubtractionNorm, x, batch)
@@ -119,8 +137,7 @@ class DistPairNorm(gnn.PairNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.PairNorm.forward`."""
-        batch = plain_batch(batch)
-        if current().world_size == 1:
+        if not counts_all(self):
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.PairNorm, x, batch)
         order = 1 if self.scale_individually else 2
@@ -144,8 +161,7 @@ class DistLayerNorm(gnn.LayerNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.LayerNorm.forward`."""
-        batch = plain_batch(batch)
-        if current().world_size == 1 or self.mode != "graph":
+        if not counts_all(self) or self.mode != "graph":
             return super().forward(x, batch, batch_size)
         found = graph_moments("LayerNorm(mode='graph')", x, batch, batch_size)
         mean = found.mean.mean(-1, keepdim=True)
@@ -175,12 +191,11 @@ class DistInstanceNorm(gnn.InstanceNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.InstanceNorm.forward`."""
-        batch = plain_batch(batch)
-        comm = current()
-        if comm.world_size == 1:
+        reduces = reduces_over_rows(self)
+        if current().world_size == 1 or (reduces and not counts_all(self)):
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.InstanceNorm, x, batch)
-        if not reduces_over_rows(self):
+        if not reduces:  # as well where a message runs again, with or without rows
             scale = scaled((self.running_var.double() + self.eps).rsqrt(), self.weight)
             shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
             return standardise(x, shift, scale, self.bias, None, dtype)
@@ -213,88 +228,29 @@ def track_instances(norm: Any, mean: Tensor, variance: Tensor) -> None:
 
 
 class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
-    """:class:`torch.nn.InstanceNorm1d` where nodes lie on different workers.
+    """:class:`torch.nn.InstanceNorm1d` of rows ``[n, F]`` within a layer, as in ``GENConv``.
 
-    Torch's input is ``[C, L]`` or ``[B, C, L]``. Where ``x.t()`` is given (C channels on every
-    worker, or B = 1 on every worker), nodes are the positions L: statistics are over those of all
-    workers. Otherwise nodes are the first axis and are normalised one by one, as torch does, also
-    ``x`` of shape ``[N, F]`` (``GENConv(norm='instance')``), each node over its features; then
-    only the running statistics are averaged over all workers' nodes. One small collective tells
-    which.
+    Each row is normalised over its features, which torch takes for positions, so that no other
+    worker is asked. On tensors of the whole graph it is torch's own.
 
     Raises:
-        ValueError: On every worker, where it can't be told: ``[C, C]`` on each of them. And as
-            torch, where nodes would be channels that have parameters or running statistics.
+        ValueError: Within a layer, where rows would be normalised together.
     """
 
     @between_graphs
     def forward(self, input: Tensor) -> Tensor:
         """See :class:`torch.nn.InstanceNorm1d`."""
-        if current().world_size == 1:
+        if not _of_rows.get() or current().world_size == 1:
             return super().forward(input)
-        self._check_input_dim(input)
-        if not reduces_over_rows(self):
-            return super().forward(input) if input.size(0) else self._of_nothing(input)
-        if not self._nodes_are_positions(input):
-            return self._node_by_node(input)
-        if self.affine and input.size(-2) != self.num_features:
-            return super().forward(input)  # torch's error
-        rows = (input if input.dim() == 2 else input[0]).t()
-        found = moments(rows)
-        check_several(found)
-        unbiased = found.variance[0] * found.count / (found.count - 1)
-        track_instances(self, found.mean[0], unbiased)
-        scale = scaled((found.variance + self.eps).rsqrt(), self.weight)
-        return standardise(rows, found.mean, scale, self.bias).t().view(input.shape)
-
-    def _nodes_are_positions(self, input: Tensor) -> bool:
-        comm = current()
-        axes = input.new_tensor([input.dim(), input.size(0), input.size(-1)], dtype=torch.long)
-        everyone = torch.stack(comm.all_gather(axes, label=("", "forward", "statistics"))).tolist()
-        for rank, (dim, _, _) in enumerate(everyone):
-            if dim != everyone[0][0]:
-                raise ValueError(
-                    f"InstanceNorm1d got {dim} axes at rank {rank} and {everyone[0][0]} at rank 0"
-                )
-        if input.dim() == 3:
-            return all(size == 1 for _, size, _ in everyone)
-        own = self.affine or self.track_running_stats  # Of channels: these are no nodes then.
-        if not own and all(sizes == [2, *[self.num_features] * 2] for sizes in everyone):
+        own = self.affine or self.track_running_stats  # of channels, which rows would be then
+        if own or input.dim() != 2 or input.size(1) != self.num_features:
             raise ValueError(
-                f"InstanceNorm1d({self.num_features}) got {list(input.shape)} on every worker: "
-                "whether rows or columns are nodes can't be told. Pass x.t().unsqueeze(0) to "
-                "normalise over the nodes, or use torch.nn.LayerNorm(elementwise_affine=False), "
-                "which normalises each node over its features (in GENConv norm='layer')"
+                f"InstanceNorm1d({self.num_features}, affine={self.affine}, track_running_stats="
+                f"{self.track_running_stats}) got {list(input.shape)} within a layer (rank "
+                f"{current().rank}), where it takes rows [n, {self.num_features}] and normalises "
+                "each by itself: use torch_geometric.nn.InstanceNorm, or call it between layers"
             )
-        return all(size == self.num_features for _, size, _ in everyone)
-
-    def _node_by_node(self, input: Tensor) -> Tensor:
-        if (self.affine or self.running_mean is not None) and input.dim() == 2:
-            what = "parameters" if self.affine else "running statistics"
-            raise ValueError(
-                f"InstanceNorm1d has {what} of {self.num_features} channels, got "
-                f"{list(input.shape)} at rank {current().rank}: nodes would be the channels. Pass "
-                "x.t(), or use torch_geometric.nn.InstanceNorm"
-            )
-        if input.size(0):
-            # Torch's functional form takes no [C, L], which its module makes [1, C, L].
-            whole = input.unsqueeze(0) if input.dim() == 2 else input
-            out = instance_norm(whole, None, None, self.weight, self.bias, True, 0.0, self.eps)
-            out = out.view(input.shape)
-        else:
-            out = self._of_nothing(input)
-        if self.running_mean is not None:
-            values = input.detach().double()
-            mean = values.mean(2)
-            spread = (values - mean.unsqueeze(2)).square().sum(2) / max(input.size(2) - 1, 1)
-            found = moments(torch.cat([mean, spread], dim=1), order=1)
-            track_instances(self, *found.mean[0].chunk(2))
-        return out
-
-    def _of_nothing(self, input: Tensor) -> Tensor:
-        """Torch takes no empty input; parameters must get their gradient, of 0, all the same."""
-        out = input if self.weight is None else input * self.weight.view(-1, 1)
-        return out if self.bias is None else out + self.bias.view(-1, 1)
+        return super().forward(input) if input.size(0) else input
 
 
 # Norms over rows #############################################################
@@ -322,7 +278,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
         """
         if not reduces_over_rows(self):
             return super().forward(input)
-        if current().world_size == 1:
+        if not counts_all(self):
             single = allow_single_element and input.size(0) <= 1
             return _by_running(self, input) if single else super().forward(input)
         self._check_input_dim(input)
@@ -337,7 +293,7 @@ class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
         """See :meth:`DistBatchNorm1d.forward`; ``[N, C, *]``."""
         if not reduces_over_rows(self):
             return super().forward(input)
-        if current().world_size == 1:
+        if not counts_all(self):
             single = allow_single_element and input.size(0) <= 1
             return _by_running(self, input) if single else super().forward(input)
         self._check_input_dim(input)
@@ -406,7 +362,7 @@ class DistHeteroBatchNorm(gnn.HeteroBatchNorm):
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """See :meth:`torch_geometric.nn.HeteroBatchNorm.forward`."""
         comm = current()
-        if comm.world_size == 1 or not reduces_over_rows(self):
+        if not counts_all(self) or not reduces_over_rows(self):
             return super().forward(x, type_vec)
         check_batch(x, type_vec, self.num_types, comm)
         found = moments(x.detach(), type_vec, self.num_types)
@@ -427,31 +383,11 @@ class DistHeteroBatchNorm(gnn.HeteroBatchNorm):
             running.copy_(torch.where(present.view(-1, 1), moved, running))
 
 
-class DistDiffGroupNorm(gnn.DiffGroupNorm):
-    """:class:`torch_geometric.nn.DiffGroupNorm`, whose batch norm is over all workers' nodes."""
-
-    @staticmethod
-    def group_distance_ratio(x: Tensor, y: Tensor, eps: float = 1e-5) -> float:
-        """Returns PyG's ratio, on one worker.
-
-        Raises:
-            ValueError: On several workers: the distances between their nodes are missing.
-        """
-        comm = current()
-        if comm.world_size > 1:
-            raise ValueError(
-                f"group_distance_ratio() needs all pairs of nodes, rank {comm.rank} of "
-                f"{comm.world_size} has its own only: call it in one process on the whole graph"
-            )
-        return float(gnn.DiffGroupNorm.group_distance_ratio(x, y, eps))
-
-
 NORMS: dict[type, type] = {
     torch.nn.BatchNorm1d: DistBatchNorm1d,
     torch.nn.InstanceNorm1d: DistInstanceNorm1d,
     torch.nn.SyncBatchNorm: DistSyncBatchNorm,
     gnn.BatchNorm: DistBatchNorm,
-    gnn.DiffGroupNorm: DistDiffGroupNorm,
     gnn.GraphNorm: DistGraphNorm,
     gnn.GraphSizeNorm: DistGraphSizeNorm,
     gnn.HeteroBatchNorm: DistHeteroBatchNorm,

@@ -1,9 +1,9 @@
-"""A part as the whole graph: its attributes as tensors of the whole graph."""
+"""The whole graph of a part's tensors: attributes, edges, and lists of node ids."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,22 @@ from torch_geometric.typing import WITH_TORCH_SPARSE
 from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
+from pyg_sar.exchange.cover import StoredCovers
+from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_of
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
-from pyg_sar.partition.node_lists import PLACE, NodeList
-from pyg_sar.partition.parts import put_list
-from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.partition.node_lists import NodeList
+from pyg_sar.partition.parts import (
+    PartTensors,
+    decode_attributes,
+    decode_rows,
+    list_tensors,
+    put_list,
+)
+from pyg_sar.partition.whole_graph import HeteroSchema, set_attributes, store_tensors
+from pyg_sar.space.index_space import dist_edge_index
 from pyg_sar.tensors import (
     Edges,
     NodeTensor,
@@ -43,16 +52,7 @@ def draw_alike(comm: Communicator) -> None:
     """Gives all workers' generators of random numbers the state of rank 0's. Collective.
 
     NumPy's and Python's too: splits are often drawn by ``numpy.random.permutation``.
-
-    Raises:
-        ValueError: When workers are threads that draw from one generator.
     """
-    if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
-        raise ValueError(
-            "data of the whole graph needs workers that each have a generator of random numbers, "
-            f"and threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
-            "parts of one process, launch(fn, 1, parts=P)"
-        )
     if comm.world_size > 1:
         share_random_states(comm)
 
@@ -76,97 +76,96 @@ def share_random_states(comm: Communicator) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
-def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) -> Data:
-    """Returns a part as a ``Data`` of the whole graph, of which this worker holds its rows.
+def whole_graph(
+    comm: Communicator, metadata: PartitionMetadata, tensors: PartTensors, device: torch.device
+) -> Data | HeteroData:
+    """Returns the graph, in tensors of which this worker holds the rows of its part.
 
     Args:
-        local: The part, as :func:`~pyg_sar.partition.loading.load_partition` gives it.
-        metadata: What is known of the whole graph.
         comm: The workers.
+        metadata: What is known of the whole graph.
+        tensors: Those of this worker's part.
+        device: Where they go.
+
+    Raises:
+        PartitionError: An attribute with a row per node, edge or entry is no tensor.
     """
-    nodes = node_rows(comm, local.n_id, metadata.num_nodes)
-    comm.layouts.setdefault(nodes.total, nodes)
-    edges = node_rows(comm, local.e_id, metadata.num_edges)
+    if metadata.hetero is not None:
+        return _hetero_graph(comm, metadata, metadata.hetero, tensors, device)
+    nodes = _layout(comm, tensors["n_id"].to(device), metadata.num_nodes)
+    edges = node_rows(comm, tensors["e_id"].to(device), metadata.num_edges)
+    found = _attributes(metadata.attributes, metadata.values, tensors, device, nodes, edges)
+    found["edge_index"] = _edges(tensors, nodes, nodes, edges)
+    found |= _lists(metadata.lists, tensors, nodes, nodes)
+    _put_adjacency(found, metadata.values)
+    if "x" not in found:
+        found["num_nodes"] = metadata.num_nodes
     data = Data()
-    for name, value in local.to_dict().items():
-        data[name] = value
-    _take_rows(data, metadata.attributes, nodes, edges)
-    _take_lists(data, metadata.lists, nodes, nodes, comm)
-    index = edge_tensor(Edges(local.edge_index, nodes, nodes), edges)
-    for name in ("edge_index", "adj_t"):
-        if isinstance(data.get(name), DistEdgeIndex):
-            data[name] = index
-    found = adjacency_of(metadata.values)
-    if found is not None:
-        form, weighted = found
-        weight = data.edge_weight if weighted else None
-        if WITH_TORCH_SPARSE and str(metadata.values["adj_t"]).endswith(OF_TORCH_SPARSE):
-            data.adj_t = edges_matrix(index, weight)
-        else:
-            data.adj_t = adjacency(index, weight, form)
-        del data.edge_index
-        if weighted:
-            del data.edge_weight
-    del data.n_id, data.e_id, data.num_nodes
-    if "x" not in data:
-        data.num_nodes = metadata.num_nodes
-    out = Data()
-    names = list(data.to_dict())
-    for name in [*filter(names.__contains__, _FIRST), *(n for n in names if n not in _FIRST)]:
-        out[name] = data[name]
-    return out
-
-
-def global_hetero_data(
-    local: HeteroData, metadata: PartitionMetadata, comm: Communicator
-) -> HeteroData:
-    """Returns a part as a ``HeteroData`` of the whole graph. See :func:`global_data`."""
-    schema = metadata.hetero
-    assert schema is not None
-    data = HeteroData()
-    for name, value in local._global_store.items():
-        setattr(data, name, value)
-    layouts: dict[str, Rows] = {}
-    for info in schema.types:
-        (name,) = info.name
-        layouts[name] = node_rows(comm, local[name].n_id, info.count)
-        comm.layouts.setdefault(info.count, layouts[name])
-        for key, value in local[name].items():
-            data[name][key] = value
-        _take_rows(data[name], info.attributes, layouts[name], None)
-        _take_lists(data[name], info.lists, layouts[name], layouts[name], comm)
-        del data[name].n_id, data[name].num_nodes
-        if "x" not in data[name]:
-            data[name].num_nodes = info.count
-    for info in schema.relations:
-        store, there = local[info.name], data[info.name]
-        sources, targets = layouts[info.name[0]], layouts[info.name[-1]]
-        edges = node_rows(comm, store.e_id, info.count)
-        for key, value in store.items():
-            there[key] = value
-        _take_rows(there, info.attributes, None, edges)
-        _take_lists(there, info.lists, sources, targets, comm)
-        there.edge_index = edge_tensor(Edges(store.edge_index, sources, targets), edges)
-        del there.e_id
+    for name in [*filter(found.__contains__, _FIRST), *(n for n in found if n not in _FIRST)]:
+        data[name] = found[name]
     return data
 
 
-def _take_rows(
-    store: Any, attributes: Mapping[str, Attribute], nodes: Rows | None, edges: Rows | None
-) -> None:
-    """Turns attributes with a row per node, or edge, into tensors of the whole graph."""
-    for name, attribute in attributes.items():
-        rows = {"node": nodes, "edge": edges}.get(attribute.level)
-        value = store.get(name)
-        if rows is not None and value is not None and not isinstance(value, DistEdgeIndex):
-            store[name] = _tensor(name, value, attribute, rows)
+def _hetero_graph(
+    comm: Communicator,
+    metadata: PartitionMetadata,
+    schema: HeteroSchema,
+    tensors: PartTensors,
+    device: torch.device,
+) -> HeteroData:
+    data = HeteroData()
+    found = _attributes(metadata.attributes, metadata.values, tensors, device)
+    set_attributes(data._global_store, found)
+    layouts: dict[str, Rows] = {}
+    for k, info in enumerate(schema.types):
+        (name,) = info.name
+        own = store_tensors(tensors, "type", k)
+        nodes = layouts[name] = _layout(comm, own["n_id"].to(device), info.count)
+        found = _attributes(info.attributes, info.values, own, device, nodes)
+        set_attributes(data[name], found | _lists(info.lists, own, nodes, nodes))
+        if "x" not in found:
+            data[name].num_nodes = info.count
+    for k, info in enumerate(schema.relations):
+        own = store_tensors(tensors, "relation", k)
+        sources, targets = layouts[info.name[0]], layouts[info.name[-1]]
+        edges = node_rows(comm, own["e_id"].to(device), info.count)
+        found = {"edge_index": _edges(own, sources, targets, edges)}  # First, as in PyG's graphs.
+        found |= _attributes(info.attributes, info.values, own, device, None, edges)
+        set_attributes(data[info.name], found | _lists(info.lists, own, sources, targets))
+    return data
+
+
+def _layout(comm: Communicator, ids: Tensor, total: int) -> Rows:
+    """Returns the layout of a graph's nodes, or of those of a type."""
+    nodes = node_rows(comm, ids, total)
+    comm.layouts.setdefault(total, nodes)
+    return nodes
+
+
+def _attributes(
+    attributes: dict[str, Attribute],
+    values: dict[str, Any],
+    tensors: PartTensors,
+    device: torch.device,
+    nodes: Rows | None = None,
+    edges: Rows | None = None,
+) -> dict[str, Any]:
+    """Returns attributes as ``Data`` holds them, in tensors of the whole graph."""
+    found = decode_attributes(attributes, values, tensors)
+    for name, value in found.items():
+        rows = {"node": nodes, "edge": edges}.get(attributes[name].level)
+        if rows is not None:
+            found[name] = _tensor(name, value, attributes[name], rows)
+        elif hasattr(value, "to"):
+            found[name] = value.to(device)
+    return found
 
 
 def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTensor:
     """Returns an attribute's rows of this worker as a dense tensor of the whole graph."""
     if isinstance(value, Tensor):
         value = value if value.layout == torch.strided else value.to_dense()
-        return wrap(value.as_subclass(Tensor), rows, attribute.dim)
+        return wrap(value.to(rows.ids.device), rows, attribute.dim)
     raise PartitionError(
         f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
         f"a tensor of the whole graph (rank {rows.comm.rank}): make it a tensor "
@@ -174,24 +173,53 @@ def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTens
     )
 
 
-def _take_lists(
-    store: Any, lists: Sequence[NodeList], sources: Rows, targets: Rows, comm: Communicator
-) -> None:
-    """Turns lists of node ids into lists of the whole graph, by global ids."""
-    for info in lists:
-        place_name = f"{info.name}{PLACE}"
-        value, place = store[info.name], store[place_name]
-        if info.key is not None:
-            value, place = value[info.key], place[info.key]
-        rows = node_rows(comm, place, info.count)
-        if isinstance(value, DistEdgeIndex):
-            ids: Tensor = edge_tensor(Edges(value, sources, targets), rows)
+def _edges(tensors: PartTensors, sources: Rows, targets: Rows, edges: Rows) -> NodeTensor:
+    """Returns edges, or pairs of a list, whose tensors these are."""
+    device, same, covers = edges.ids.device, sources is targets, None
+    if "covers" in tensors:
+        costs = tuple((int(pull), int(push)) for pull, push in tensors["cover_costs"].tolist())
+        covers = StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
+    plan = HaloPlan(
+        edges.comm,
+        sources.count,
+        tensors["halo_counts"].tolist(),
+        tensors["send_index"].to(device),
+        tensors["send_counts"].tolist(),
+        sources.ids if same else None,
+        covers,
+    )
+    local = tensors["edge_index"].to(device)
+    index = dist_edge_index(local, plan, targets=None if same else targets.count)
+    return edge_tensor(Edges(index.ordered(edges.ids), sources, targets), edges)
+
+
+def _lists(
+    lists: Sequence[NodeList], tensors: PartTensors, sources: Rows, targets: Rows
+) -> dict[str, Any]:
+    """Returns lists of node ids, by global ids, and the attributes with a row per entry."""
+    found: dict[str, Any] = {}
+    for k, info in enumerate(lists):
+        own = list_tensors(tensors, k)
+        rows = node_rows(sources.comm, own["place"].to(sources.ids.device), info.count)
+        if info.kind == "links":
+            ids: Tensor = _edges(own, sources, targets, rows)
         else:
-            ids = sources.ids[torch.as_tensor(value).long()]
-            ids = wrap(ids.to(getattr(torch, info.attribute.dtype)), rows, 0)
-        put_list(store, info.name, info.key, ids)
-        for name, attribute in info.rows.items():
-            store[name] = _tensor(name, store[name], attribute, rows)
-    for info in lists:
-        if store.get(f"{info.name}{PLACE}") is not None:
-            del store[f"{info.name}{PLACE}"]
+            local = own["ids"].to(sources.ids.device).long()
+            ids = sources.ids[local].to(getattr(torch, info.attribute.dtype))
+            ids = wrap(ids, rows, 0)
+        put_list(found, info.name, info.key, ids)
+        for name, value in decode_rows(info, own).items():
+            found[name] = _tensor(name, value, info.rows[name], rows)
+    return found
+
+
+def _put_adjacency(found: dict[str, Any], values: dict[str, Any]) -> None:
+    """Puts ``adj_t`` in the place of the edges and weights where the graph had it."""
+    form = adjacency_of(values)
+    if form is None:
+        return
+    index, weight = found.pop("edge_index"), found.pop("edge_weight") if form[1] else None
+    if WITH_TORCH_SPARSE and str(values["adj_t"]).endswith(OF_TORCH_SPARSE):
+        found["adj_t"] = edges_matrix(index, weight)
+    else:
+        found["adj_t"] = adjacency(index, weight, form[0])

@@ -265,7 +265,8 @@ def _flow(data: Data, edges: Edges, hop: Tensor, turns: Tensor, layers: int, who
     nodes.rows.compared = WeakSet() if whole else None
     flow = Data()
     for name, value in data.to_dict().items():
-        if not isinstance(value, Tensor) or not value.dim() or is_named(name):
+        strided = isinstance(value, Tensor) and value.layout == torch.strided
+        if not strided or not value.dim() or is_named(name):
             continue
         if data.is_node_attr(name):
             flow[name] = _of_chosen(data, name, edges.targets, nodes)

@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.ledger import Label
 from pyg_sar.reduction.parameters import hooks_are_forgotten
 from pyg_sar.wording import counted
 
@@ -114,17 +114,16 @@ def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int
     """
     comm = current()
     check_batch(x, batch, size, comm)
-    return Moments(*_Moments.apply(x, batch, size, order, comm, None))
+    return Moments(*_Moments.apply(x, batch, size, order, comm))
 
 
 def graph_moments(
     title: str, x: Tensor, batch: Tensor | None, batch_size: int | None, *, order: int = 2
 ) -> Moments:
-    """:func:`moments` for arguments as PyG's norms take them, checked to agree.
+    """:func:`moments` for arguments as PyG's norms take them.
 
-    ``batch`` and ``batch_size`` must be given on all workers or on none; the size is that of the
-    whole batch, by default one more than the largest entry of any worker. Without ``batch``, what
-    there is to agree on travels with the moments; with it there is one more collective.
+    Without ``batch_size``, one more collective finds the number of graphs: one more than the
+    largest entry of any worker.
 
     Args:
         title: The norm, for messages.
@@ -134,7 +133,7 @@ def graph_moments(
         order: See :func:`moments`.
 
     Raises:
-        ValueError: When ``x`` or ``batch`` doesn't fit, or workers call the norm differently.
+        ValueError: When ``x`` or ``batch`` doesn't fit.
     """
     comm = current()
     if x.dim() != 2:
@@ -143,12 +142,14 @@ def graph_moments(
             f"{list(x.shape)} at rank {comm.rank}"
         )
     check_batch(x, batch, batch_size, comm)
-    call = _Call(title, x, batch, batch_size)
     if batch is None:
-        return Moments(*_Moments.apply(x, None, 1, order, comm, call))
-    blank = x.new_zeros(1 + order * x.size(1), dtype=torch.float64)
-    size = call.agree(torch.stack(comm.all_gather(call.sign(blank), label=_LABEL)))
-    return Moments(*_Moments.apply(x, batch, size, order, comm, None))
+        size = 1
+    elif batch_size is None:
+        most = batch.max().view(1) + 1 if batch.numel() else batch.new_zeros(1)
+        size = int(comm.all_reduce(most, "max", label=_LABEL))
+    else:
+        size = batch_size
+    return Moments(*_Moments.apply(x, batch, size, order, comm))
 
 
 def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communicator) -> None:
@@ -170,55 +171,23 @@ def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communi
             )
 
 
-class _Call:
-    """The arguments that workers must pass alike, as a few numbers before the moments.
+class _Sum(torch.autograd.Function):
+    """The sum over workers; it is its own adjoint."""
 
-    Args:
-        title: The norm, for messages.
-        x: Node features.
-        batch: Their graphs.
-        batch_size: The number of graphs, if it is given.
-    """
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label) -> Tensor:
+        ctx.given = comm, (label[0], "backward", label[2])
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        return comm.all_reduce(copy, label=label)
 
-    LENGTH = 4
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(gradient, *ctx.given), None, None
 
-    def __init__(self, title: str, x: Tensor, batch: Tensor | None, batch_size: int | None) -> None:
-        self.title = title
-        most = int(batch.max()) + 1 if batch is not None and batch.numel() else 0
-        self.numbers = [
-            float(batch is not None),
-            float(-1 if batch_size is None or batch is None else batch_size),
-            float(most),
-            float(x.requires_grad and torch.is_grad_enabled()),
-        ]
 
-    def sign(self, numbers: Tensor) -> Tensor:
-        """Returns the message: what is to agree, then ``numbers``."""
-        return torch.cat([numbers.new_tensor(self.numbers), numbers.reshape(-1)])
-
-    def agree(self, rows: Tensor) -> int:
-        """Returns the number of graphs, from everyone's messages ``[W, *]``.
-
-        Raises:
-            ValueError: The same on every worker, when one differs.
-        """
-        heads = rows[:, : self.LENGTH].tolist()
-        same = (
-            (0, "'batch' is {}", lambda v: "given" if v else "not given"),
-            (1, "'batch_size' is {}", lambda v: "not given" if v < 0 else int(v)),
-            (3, "'x' {} a gradient", lambda v: "requires" if v else "does not require"),
-        )
-        for place, text, say in same:
-            for rank, head in enumerate(heads):
-                if head[place] != heads[0][place]:
-                    here, first = (text.format(say(h[place])) for h in (head, heads[0]))
-                    raise ValueError(
-                        f"{self.title} is called differently on the workers: {here} at rank "
-                        f"{rank}, {first} at rank 0. Pass the same on every worker; the number of "
-                        "graphs is that of all workers"
-                    )
-        given = int(heads[0][1])
-        return given if given >= 0 else int(max(head[2] for head in heads))
+def _sum_over_workers(x: Tensor, comm: Communicator, label: Label) -> Tensor:
+    r"""Returns :math:`\sum_p x_p`, of the same shape on all workers."""
+    return _Sum.apply(x, comm, label) if comm.world_size > 1 else x
 
 
 class _Moments(torch.autograd.Function):
@@ -232,9 +201,8 @@ class _Moments(torch.autograd.Function):
         size: int,
         order: int,
         comm: Communicator,
-        call: _Call | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count, mean, variance = _merged(x.detach(), batch, size, order, comm, call)
+        count, mean, variance = _merged(x.detach(), batch, size, order, comm)
         ctx.save_for_backward(x if order == 2 else None, batch, count, mean)
         ctx.order, ctx.comm, ctx.shape, ctx.dtype = order, comm, x.shape, x.dtype
         ctx.mark_non_differentiable(count)
@@ -244,9 +212,9 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, _: Any, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
         x, batch, count, mean = ctx.saved_tensors
         if ctx.order == 0:
-            return (None,) * 6
+            return (None,) * 5
         sums = torch.stack([of_mean, of_variance][: ctx.order])
-        sums = sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
+        sums = _sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
         result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
         of_mean, of_variance, mean = (
             _of_rows(values, ctx.dtype, batch) for values in (sums[0], 2 * sums[-1], mean)
@@ -257,7 +225,7 @@ class _Moments(torch.autograd.Function):
                 centred = x[part] - _rows(mean, batch, part)
                 value = value + centred * _rows(of_variance, batch, part)
             result[part] = value
-        return result, None, None, None, None, None
+        return result, None, None, None, None
 
 
 def _merged(
@@ -266,7 +234,6 @@ def _merged(
     size: int,
     order: int,
     comm: Communicator,
-    call: _Call | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers."""
     count = x.new_zeros(size, 1, dtype=torch.float64)
@@ -290,10 +257,7 @@ def _merged(
         mean = total / count.clamp(min=1)
         squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
     mine = torch.cat([count, mean, squares][: 1 + order], dim=1)
-    rows = torch.stack(comm.all_gather(mine if call is None else call.sign(mine), label=_LABEL))
-    if call is not None:
-        call.agree(rows)
-        rows = rows[:, call.LENGTH :].view(-1, *mine.shape)
+    rows = torch.stack(comm.all_gather(mine, label=_LABEL))
     width = mean.size(1)
     counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + width]
     whole = counts.sum(0).clamp(min=1)
@@ -421,7 +385,7 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         comm: Communicator,
     ) -> tuple[Tensor, ...]:
-        count, mean, variance = _merged(x.detach(), None, 1, 2, comm, None)
+        count, mean, variance = _merged(x.detach(), None, 1, 2, comm)
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
         out = _standardised(x, mean, scale, bias, None, x.dtype)
@@ -434,14 +398,14 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, bias, count, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # Further derivatives go through the moments.
-            _, mean, variance = _Moments.apply(x, None, 1, 2, ctx.comm, None)
+            _, mean, variance = _Moments.apply(x, None, 1, 2, ctx.comm)
             inverse = (variance + ctx.eps).rsqrt()
         total, scaled = _products(gradient, x, mean, None)
         of_weight = None if weight is None else (scaled * inverse).view_as(weight).to(weight.dtype)
         of_bias = None if bias is None else total.view_as(bias).to(bias.dtype)
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None
-        sums = sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
+        sums = _sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
         average, slope = sums / count.clamp(min=1)
         scale = inverse if weight is None else inverse * weight
         by_row = (mean, -inverse.square() * slope, average, scale)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.files import spoken_bytes
-from pyg_sar.nn import NORMS, attention
+from pyg_sar.nn import NORMS
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.hosted import describe_hosting
@@ -165,8 +165,7 @@ def watched(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(
         f"{name}." if name else ""
         for name, module in model.named_modules()
-        if isinstance(module, MessagePassing | GlobalCalls)
-        or type(module) in (*NORMS, *attention.MODULES)
+        if isinstance(module, MessagePassing | GlobalCalls) or type(module) in NORMS
     )
     return {
         name: module

@@ -179,7 +179,7 @@ class Models:
                         "it is called alone: call the whole model first"
                     )
                 self._find_widths(root, *call)
-            distribute(root, view="global")
+            distribute(root)
         for module in root.modules():
             self._ready[id(module)] = weakref.ref(module)
 

@@ -17,11 +17,6 @@ streams them again, with :math:`D_i = \langle \bar o_i, o_i \rangle`
 and returns the gradients of keys and values to their owner (Dao et al., 2022). Never more than one
 worker's keys and values are resident besides the own ones (two with prefetch), nor more scores than
 a tile's; one number per query and head is kept.
-
-[Note: dropout of attention weights] A tile's mask comes from a generator of its own, seeded by the
-call's seed (drawn once from torch's), the unit of the keys and the tile's place. So the backward
-pass draws the very same mask. Masks of different workers' queries are independent; they can't be
-those of one process.
 """
 
 from __future__ import annotations
@@ -34,13 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.group import Communicator
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule, Stage
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.halo_rows import HaloRows, Published
 from pyg_sar.exchange.rows import UnitRows
-from pyg_sar.space.graph_index import DistBatch, plain_batch
 
 QUERIES, KEYS = 256, 1024
 """Rows of a tile: ``heads * QUERIES * KEYS`` scores are resident."""
@@ -102,8 +96,6 @@ class _Call:
     graph: Tensor
     several: bool
     scale: float
-    dropout: float
-    seed: int
 
 
 def _tiles(call: _Call, graph: Tensor, total: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -128,17 +120,6 @@ def _scores(q: Tensor, k: Tensor, scale: float, foreign: Tensor | None) -> Tenso
     """``[heads, queries, keys]`` of ``q, k [rows, heads, d]``."""
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
     return scores if foreign is None else scores.masked_fill_(foreign, float("-inf"))
-
-
-def _kept(call: _Call, unit: int, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
-    """Dropout's factors of a tile's weights. See [Note: dropout of attention weights]."""
-    if call.dropout == 0:
-        return None
-    draw = torch.Generator(device=like.device)
-    mark = (call.seed, unit, rows.start, columns.start)
-    draw.manual_seed(hash(mark) % 2**63)
-    kept = torch.rand(like.shape, generator=draw, dtype=torch.float32, device=like.device)
-    return (kept >= call.dropout).to(like.dtype) / max(1 - call.dropout, 1e-12)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -222,8 +203,6 @@ class DenseForward(Pass):
             weight = (score - now.unsqueeze(-1)).exp_()
             shrink = (most[:, here] - now).exp_()
             total[:, here] = total[:, here] * shrink + weight.sum(-1)
-            kept = _kept(call, block.unit, here, there, weight)
-            weight = weight if kept is None else weight * kept
             part = torch.einsum("hnm,mhd->hnd", weight, values[there].to(wide.dtype))
             self._out[:, here] = self._out[:, here] * shrink.unsqueeze(-1) + part
             most[:, here] = now
@@ -261,11 +240,8 @@ class DenseBackward(Pass):
             key, value = keys[there].to(wide.dtype), values[there].to(wide.dtype)
             score = _scores(wide[here], key, call.scale, foreign)
             weight = (score - self._norm[:, here].unsqueeze(-1)).exp_()
-            kept = _kept(call, block.unit, here, there, weight)
             inward = torch.einsum("nhd,mhd->hnm", given[here], value)
-            used = weight if kept is None else weight * kept
-            inward = inward if kept is None else inward * kept
-            v_grad[there] += torch.einsum("hnm,nhd->mhd", used, given[here])
+            v_grad[there] += torch.einsum("hnm,nhd->mhd", weight, given[here])
             change = weight * (inward - self._inner[:, here].unsqueeze(-1)) * call.scale
             self._q_grad[here] += torch.einsum("hnm,mhd->nhd", change, key)
             k_grad[there] += torch.einsum("hnm,nhd->mhd", change, wide[here])
@@ -276,17 +252,16 @@ class DenseBackward(Pass):
         return [part.to(dtype) for part, dtype in zip(found, self._dtypes, strict=True)]
 
 
-def global_attention(
+def streamed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    batch: DistBatch,
+    graph: Tensor | None = None,
     *,
-    dropout: float = 0.0,
     prefetch: int = 1,
     layer: str = "",
 ) -> Tensor:
-    r"""Attention of every node to all nodes of its graph, on all workers; see this module.
+    r"""Attention of this worker's nodes to all nodes of their graphs; see this module.
 
     Traffic per worker: the keys and values of the others once forward, and twice backward (they
     come again, their gradients go). Compute grows with the square of a graph's nodes, divided by
@@ -296,8 +271,7 @@ def global_attention(
         q: Queries of this worker's nodes, ``[num_local, heads, d]``.
         k: Keys, ``[num_local, heads, d]``.
         v: Values, ``[num_local, heads, d']``.
-        batch: Graph of each node (:func:`pyg_sar.space.dist_batch`).
-        dropout: Probability by which attention weights are dropped.
+        graph: Graph of each node, int64 ``[num_local]``; ``None`` on all workers: they are of one.
         prefetch: Units fetched ahead, 0 or 1.
         layer: Whom the ledger charges.
 
@@ -307,25 +281,22 @@ def global_attention(
     Raises:
         ValueError: When the shapes don't fit.
     """
-    comm, rows = batch.comm, q.size(0)
+    comm, rows = current(), q.size(0)
     fits = q.dim() == k.dim() == v.dim() == 3 and q.shape == k.shape and q.shape[:2] == v.shape[:2]
-    if not fits or batch.numel() != rows:
-        shapes = [list(t.shape) for t in (q, k, v, batch)]
+    if not fits:
+        shapes = [list(t.shape) for t in (q, k, v)]
         raise ValueError(
-            "Expected q and k of shape [num_local, heads, d], v alike, and batch [num_local] (got "
-            f"{shapes} at rank {comm.rank})"
+            f"Expected q and k of shape [num_local, heads, d], and v alike (got {shapes} at rank "
+            f"{comm.rank})"
         )
-    if not 0 <= dropout <= 1:
-        raise ValueError(f"'dropout'={dropout} must be from 0 to 1")
     here = torch.tensor([rows], device=q.device)
     counts = [int(n) for n in comm.all_gather(here, label=(layer, "forward", "rows"))]
-    seed = int(torch.randint(2**62, ())) if dropout > 0 else 0
-    graph, several = plain_batch(batch), batch.num_graphs > 1
+    several = graph is not None
+    graph = here.new_zeros(rows) if graph is None else graph
     order = graph.argsort(stable=True) if several else None
     if order is not None:
         q, k, v, graph = q[order], k[order], v[order], graph[order]
-    scale = 1 / math.sqrt(max(q.size(2), 1))
-    call = _Call(graph, several, scale, float(dropout), seed)
+    call = _Call(graph, several, 1 / math.sqrt(max(q.size(2), 1)))
     kernel = DenseAttention(layer, AllRows(comm, counts, q.device), call, prefetch)
     record = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     (out,) = run(kernel, [q, k, v], record)
