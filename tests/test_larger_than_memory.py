@@ -348,7 +348,6 @@ def saved(root: str) -> tuple[Tensor, int]:
     return found, counters()["bits_of_bytes"]
 
 
-@pytest.mark.xfail(reason="node tensors are saved whole, not as bits", strict=True)
 def test_relu_and_dropout_save_bits(small, tmp_path, monkeypatch):
     """Of both between the layers; gradients are the same to the bit."""
     everything_waits(monkeypatch)

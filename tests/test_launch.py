@@ -55,11 +55,13 @@ def test_results_and_surroundings(monkeypatch):
     """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     before = dict(os.environ)
     factor = 10
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
     names += ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "TORCHELASTIC_RUN_ID")
+    names += ("PYTHONHASHSEED",)
 
     def reached(host):
         try:
@@ -87,6 +89,7 @@ def test_results_and_surroundings(monkeypatch):
         assert (env["MALLOC_MMAP_THRESHOLD_"], env["THP_MEM_ALLOC_ENABLE"]) == ("1048576", "1")
         assert env["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert (env["EXTRA"], env["TORCHELASTIC_RUN_ID"]) == ("yes", None)
+        assert env["PYTHONHASHSEED"] == "0"  # Sets of names are in one order on all workers.
         assert facts[:3] == ("gloo", 77, max(1, cores // 2))
         assert not exists(facts[3])
     assert dict(os.environ) == before

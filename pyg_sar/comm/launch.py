@@ -250,6 +250,8 @@ def _environment(
         threads = max(1, _cores() // num_workers)
     if threads is not None:
         common["OMP_NUM_THREADS"] = str(threads)
+    # All workers go through a set of strings in one order.
+    common.setdefault("PYTHONHASHSEED", "0")
     # Frees large buffers to the system at once; glibc reads this when a process starts.
     common.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     # Large buffers in pages of 2 MB where the system has them: a few faults each, not thousands.
