@@ -168,7 +168,7 @@ def low_ratios(
         low.add(case, data, draw)
     workers = pyg_sar.launch(
         run_low, WORLD, root, case, low.layer, low.dtype, MORE_DRAWS,
-        backend="threads", timeout=60.0,
+        timeout=60.0,
     )  # fmt: skip
     passes = zip(MORE_DRAWS, zip(*workers, strict=True), strict=True)
     draws = [found, *(ratios(joined(p), *low.runs[d], low.dtype) for d, p in passes)]
@@ -236,9 +236,7 @@ def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outc
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
-            workers = pyg_sar.launch(
-                run_case, WORLD, root, case, plain, layers, backend="threads", timeout=60.0
-            )
+            workers = pyg_sar.launch(run_case, WORLD, root, case, plain, layers, timeout=60.0)
     except pyg_sar.errors.WorkerError as failure:
         return _failed(name, case, failure)
     outcome = Outcome(name, EXACT)

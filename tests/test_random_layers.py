@@ -392,13 +392,6 @@ def test_dropout_outside_the_model_is_noticed(parts):
         host(dropped_outside, 3, parts / "3")
 
 
-def test_threads_share_a_generator(parts):
-    with pytest.raises(WorkerError, match="workers that are threads share PyTorch's"):
-        pyg_sar.launch(
-            refused, 2, parts / "2", made("gat"), SARPolicy(random="same"), backend="threads"
-        )
-
-
 def test_the_policy_is_checked():
     with pytest.raises(ValueError, match="'random' to be 'same', 'keyed' or None .got 'all'"):
         SARPolicy(random="all")

@@ -108,9 +108,7 @@ def difference(
     pyg_sar.write_partitions(graph, world, root, part, overwrite=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
-        workers = pyg_sar.launch(
-            worker, world, root, case, plain, policy, backend="threads", timeout=30.0
-        )
+        workers = pyg_sar.launch(worker, world, root, case, plain, policy, timeout=30.0)
     for step in range(2):
         found = exact_errors([passes[step] for passes in workers], expected[step], LEAST)
         wrong = {key: value for key, value in found.items() if not value <= TOLERANCE}
