@@ -65,9 +65,7 @@ def train(root: str, relations: int, classes: int) -> None:
     call = lambda model, data: model(data.edge_index, data.edge_type)  # noqa: E731
     for how in ({"num_bases": 8}, {"num_blocks": 4}):
         torch.manual_seed(0)
-        own = pyg_sar.nn.NodeEmbedding(
-            data.num_nodes, HIDDEN
-        )
+        own = pyg_sar.nn.NodeEmbedding(data.num_nodes, HIDDEN)
         model = pyg_sar.distribute(RGCN(own, relations, classes, **how))
         result = pyg_sar.Trainer(model, data, config, forward=call).fit()
         if pyg_sar.comm.current().rank == 0:

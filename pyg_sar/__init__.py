@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pyg_sar.partition.message_flow import message_flow_graphs
     from pyg_sar.partition.storage import write_partitions
     from pyg_sar.policy import SARPolicy
-    from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
     from pyg_sar.tensors import from_local
     from pyg_sar.tensors.negative_sampling import negative_sampling
     from pyg_sar.tools.inference import infer, propagate_features
@@ -47,16 +46,13 @@ __all__ = [
     "Ledger",
     "SARPolicy",
     "Trainer",
-    "accuracy",
     "distribute",
     "from_local",
-    "gather_nodes",
     "infer",
     "init",
     "launch",
     "load_model",
     "load_partition",
-    "mean",
     "message_flow_graphs",
     "negative_sampling",
     "plan",
@@ -73,16 +69,13 @@ _MODULES = {
     "Ledger": "ledger",
     "SARPolicy": "policy",
     "Trainer": "train.trainer",
-    "accuracy": "reduction.metrics",
     "distribute": "convert",
     "from_local": "tensors",
-    "gather_nodes": "reduction.metrics",
     "infer": "tools.inference",
     "init": "comm.group",
     "launch": "comm.launch",
     "load_model": "tools.predict",
     "load_partition": "partition.loading",
-    "mean": "reduction.metrics",
     "message_flow_graphs": "partition.message_flow",
     "negative_sampling": "tensors.negative_sampling",
     "plan": "tools.planning",

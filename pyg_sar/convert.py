@@ -208,11 +208,7 @@ def _as_it_is(norm: torch.nn.Module, comm: Communicator) -> bool:
     return comm.world_size == 1 and not isinstance(norm, torch.nn.SyncBatchNorm)
 
 
-def _check(
-    model: torch.nn.Module,
-    policies: Mapping[str, SARPolicy],
-    comm: Communicator,
-) -> None:
+def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
     if unknown:

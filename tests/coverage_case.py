@@ -41,7 +41,6 @@ class Case:
         default_double: PyG mixes in tensors of the default dtype: make that float64, and don't
             look at others.
         relations: Relations that the layer joins; each sends rows of its own.
-        rows: Parameters with a row per node, of which each worker owns some.
         graph: One of ``GRAPHS``.
         train: Whether the module trains.
         one_shot: Whether a warning that the whole halo is fetched is expected.
@@ -60,7 +59,6 @@ class Case:
     tolerance: float = TOLERANCE
     default_double: bool = False
     relations: int = 1
-    rows: tuple[str, ...] = ()
     graph: str = "random"
     train: bool = True
     one_shot: bool = False

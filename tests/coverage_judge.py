@@ -15,16 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from coverage_case import Case
 from coverage_run import LOW_PRECISION, Pass, Worker, build, one_pass, run_case, run_low
-from oracle import assemble, error, gradient_scale
+from oracle import error, gradient_scale, parts, workers
 from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_sar
+from pyg_sar.comm.hosting import PartError
 from pyg_sar.nn.registry import distributed_class
 
 WORLD = 3
@@ -34,54 +34,24 @@ TWICE = 2.0  # flash-attention's rule: our error is at most twice the single pro
 # Comparing ###################################################################
 
 
-def joined(passes: Sequence[Pass]) -> Pass:
-    """The whole graph's rows from the workers'."""
-    nodes = sum(p.n_id.numel() for p in passes)
-    edges = sum(p.e_id.numel() for p in passes)
-
-    def rows(kind: str, key: Any, ids: str, count: int) -> Tensor | None:
-        return assemble([(getattr(p, ids), getattr(p, kind)[key]) for p in passes], count)
-
-    first = passes[0]
-    outs = first.outs
-    if first.level == "node":
-        outs = [rows("outs", k, "n_id", nodes) for k in range(len(first.outs))]
-    return Pass(
-        outs,
-        {k: rows("node_grads", k, "n_id", nodes) for k in first.node_grads},
-        {k: rows("edge_grads", k, "e_id", edges) for k in first.edge_grads},
-        first.parameter_grads,
-        first.buffers,
-        torch.arange(nodes),
-        torch.arange(edges),
-        first.level,
-    )
-
-
 def exact_errors(passes: Sequence[Pass], expected: Pass, least: float = 0.0) -> dict[str, float]:
-    """The largest relative error of everything that workers found, by name.
+    """The largest relative error of everything that each worker found, by name.
 
     Args:
         passes: What workers found.
         expected: What one process found.
         least: Gradients are judged by their largest, which counts as no less than this.
     """
-    whole = joined(passes)
-    found = {
-        f"output {k}": error(out, other)
-        for k, (out, other) in enumerate(zip(whole.outs, expected.outs, strict=True))
-    }
-    everything = {**expected.node_grads, **expected.edge_grads}
-    ours = {**whole.node_grads, **whole.edge_grads}
-    scale = max(gradient_scale(everything), least)
-    found |= {f"{k}.grad": error(ours[k], grad, scale) for k, grad in everything.items()}
-    scale = max(gradient_scale(expected.parameter_grads), least)
+    found: dict[str, float] = {}
+    inputs = max(gradient_scale(expected.input_grads), least)
+    parameters = max(gradient_scale(expected.parameter_grads), least)
     for rank, one in enumerate(passes):
-        if one.level == "graph":
-            pairs = zip(one.outs, expected.outs, strict=True)
-            found |= {f"output {k}@{rank}": error(a, b) for k, (a, b) in enumerate(pairs)}
+        pairs = zip(one.outs, expected.outs, strict=True)
+        found |= {f"output {k}@{rank}": error(a, b) for k, (a, b) in enumerate(pairs)}
+        for name, gradient in expected.input_grads.items():
+            found[f"{name}.grad@{rank}"] = error(one.input_grads[name], gradient, inputs)
         for name, gradient in expected.parameter_grads.items():
-            found[f"{name}.grad@{rank}"] = error(one.parameter_grads[name], gradient, scale)
+            found[f"{name}.grad@{rank}"] = error(one.parameter_grads[name], gradient, parameters)
         for name, buffer in expected.buffers.items():
             found[f"{name}@{rank}"] = error(one.buffers[name], buffer)
     return found
@@ -91,7 +61,7 @@ def groups(one: Pass) -> dict[str, Tensor]:
     """Outputs, input gradients and parameter gradients, each as one long vector."""
     kinds: dict[str, list[Tensor | None]] = {
         "outputs": list(one.outs),
-        "input gradients": [*one.node_grads.values(), *one.edge_grads.values()],
+        "input gradients": list(one.input_grads.values()),
         "parameter gradients": list(one.parameter_grads.values()),
     }
     return {
@@ -132,13 +102,13 @@ class Low:
 
     def add(self, case: Case, data: Data, draw: int) -> None:
         """Runs a draw; the float64 result is that of the rounded tensors and parameters."""
-        single = one_pass(case, copy.deepcopy(self.layer), data, torch.mean, self.dtype, draw)
+        single = one_pass(case, copy.deepcopy(self.layer), data, self.dtype, draw)
         rounded = data.clone()
         for name, value in data:
             if isinstance(value, Tensor) and value.is_floating_point():
                 rounded[name] = value.to(self.dtype).double()
         layer = copy.deepcopy(self.layer).double()
-        self.runs[draw] = single, one_pass(case, layer, rounded, torch.mean, draw=draw)
+        self.runs[draw] = single, one_pass(case, layer, rounded, draw=draw)
 
 
 def low_precision(case: Case, data: Data) -> dict[str, Low]:
@@ -153,25 +123,20 @@ def low_precision(case: Case, data: Data) -> dict[str, Low]:
     return found
 
 
-def low_ratios(
-    case: Case, data: Data, root: Path, low: Low, first: Sequence[Pass]
-) -> dict[str, float]:
+def low_ratios(case: Case, data: Data, root: Path, low: Low, first: Pass) -> dict[str, float]:
     """The ratios of :func:`ratios`; where one draw says too little, the medians of 25.
 
     A gradient of one number may come out right by luck, and a rectifier or a maximum may switch
     in one of two results of equal quality.
     """
-    found = ratios(joined(first), *low.runs[0], low.dtype)
+    found = ratios(first, *low.runs[0], low.dtype)
     if max(found.values(), default=0.0) <= TWICE:
         return found
     for draw in MORE_DRAWS:
         low.add(case, data, draw)
-    workers = pyg_sar.launch(
-        run_low, WORLD, root, case, low.layer, low.dtype, MORE_DRAWS,
-        backend="threads", timeout=60.0,
-    )  # fmt: skip
-    passes = zip(MORE_DRAWS, zip(*workers, strict=True), strict=True)
-    draws = [found, *(ratios(joined(p), *low.runs[d], low.dtype) for d, p in passes)]
+    found_by = workers(run_low, WORLD, root, case, low.layer, low.dtype, MORE_DRAWS)
+    passes = zip(MORE_DRAWS, found_by[0], strict=True)
+    draws = [found, *(ratios(p, *low.runs[d], low.dtype) for d, p in passes)]
     return {name: median(draw[name] for draw in draws) for name in found}
 
 
@@ -230,39 +195,39 @@ def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outc
     plain = build(case)
     expected, low = None, {}
     if not case.refused:
-        expected = one_pass(case, copy.deepcopy(plain), data, torch.mean)
+        expected = one_pass(case, copy.deepcopy(plain), data)
         low = low_precision(case, data) if precise else {}
     layers = {key: one.layer for key, one in low.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
-            workers = pyg_sar.launch(
-                run_case, WORLD, root, case, plain, layers, backend="threads", timeout=60.0
-            )
-    except pyg_sar.errors.WorkerError as failure:
+            run = workers if precise else parts  # Processes, and parts that this one hosts.
+            everyone = run(run_case, WORLD, root, case, plain, layers)
+    except (pyg_sar.errors.WorkerError, PartError) as failure:
         return _failed(name, case, failure)
     outcome = Outcome(name, EXACT)
     if case.refused or expected is None:
         outcome.problems.append(f"ran, but was expected to be refused: {case.refused}")
         return outcome
     for key, one in low.items():
-        found = low_ratios(case, data, root, one, [w.low[key] for w in workers])
+        found = low_ratios(case, data, root, one, everyone[0].low[key])
         outcome.ratios[key] = max(found.values(), default=0.0)
         if not outcome.ratios[key] <= TWICE:
             outcome.problems.append(f"{key}: {found} times the single process's error")
-    _compare(outcome, workers, expected, case.tolerance)
-    _laws(outcome, case, data, workers)
+    _compare(outcome, everyone, expected, case.tolerance)
+    _laws(outcome, case, data, everyone)
     return outcome
 
 
-def _failed(name: str, case: Case, failure: pyg_sar.errors.WorkerError) -> Outcome:
-    cause = failure.__cause__
-    text = f"{type(cause).__name__}: {cause}"
+def _failed(name: str, case: Case, failure: Exception) -> Outcome:
+    cause = failure.__cause__ if isinstance(failure, PartError) else None
+    text = f"{type(cause).__name__}: {cause}" if cause is not None else str(failure)
+    text = re.sub(r"^Rank \d+ failed: ", "", text.partition("\n\nTraceback")[0])
     outcome = Outcome(name, REFUSED, case.why or text.splitlines()[0])
-    named = isinstance(cause, ValueError | TypeError | pyg_sar.errors.DistributedIndexError)
+    named = text.partition(":")[0] in ("ValueError", "TypeError", "DistributedIndexError")
     if not case.refused:
         outcome.problems.append(text)
-    elif not named or not re.search(case.refused, str(cause)):
+    elif not named or not re.search(case.refused, text):
         outcome.problems.append(f"refused otherwise than by '{case.refused}': {text}")
     return outcome
 
@@ -309,9 +274,9 @@ def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]
 
 def _laws(outcome: Outcome, case: Case, data: Data, workers: Sequence[Worker]) -> None:
     """One shard of remote rows, or a hosted part's halo; bytes, relative to the one-shot way's."""
-    parts = [w.exact.n_id for w in workers]
+    nodes = [w.nodes for w in workers]
     ways = [False, True] if any(w.reverses for w in workers) else [False]
-    counts = [shards(data, parts, way) for way in ways]
+    counts = [shards(data, nodes, way) for way in ways]
     for rank, w in enumerate(workers):
         most = sum if w.hosted else max
         law = case.relations * max(most(of[rank]) for of in counts)

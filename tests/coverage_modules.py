@@ -337,11 +337,10 @@ MODELS: dict[str, Cases] = {
         refused="from nodes to graphs", why="passes messages from nodes to graphs")},
     "RECT_L": {"": Case(make=lambda: models.RECT_L(C, 8), args=WEIGHT)},
     "LINKX": {"": Case(
-        make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT, rows=("edge_lin.weight",))},
+        make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT)},
     "LightGCN": {"": Case(
         make=lambda: models.LightGCN(NODES, 8, 2), args="edge_weight",
-        call=lambda m, g: m.get_embedding(g.edge_index, g.edge_weight),
-        rows=("embedding.weight",))},
+        call=lambda m, g: m.get_embedding(g.edge_index, g.edge_weight))},
     "MaskLabel": {
         "add": Case(make=lambda: models.MaskLabel(CLASSES, C), args="x y train_mask"),
         "concat": Case(make=lambda: models.MaskLabel(CLASSES, 4, "concat"),

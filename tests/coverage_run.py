@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from coverage_case import Case
-from oracle import probe
+from oracle import probe, whole
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import DirGNNConv, MessagePassing
@@ -26,16 +26,12 @@ LOW_PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Pass:
-    """What a forward and backward pass leaves."""
+    """What a forward and backward pass leaves: all rows, on one process or each worker."""
 
     outs: list[Tensor]
-    node_grads: dict[str, Tensor | None]
-    edge_grads: dict[str, Tensor | None]
+    input_grads: dict[str, Tensor | None]
     parameter_grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
-    n_id: Tensor
-    e_id: Tensor
-    level: str
 
 
 def invoke(case: Case, module: torch.nn.Module, given: Mapping[str, Any]) -> Any:
@@ -65,8 +61,9 @@ def tensors_of(result: Any) -> list[Tensor]:
     return []
 
 
-def weighted_sum(outs: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Losses per node ``[num_local]``: every output has a nonlinear share of its own."""
+def weighted_sum(outs: Sequence[Tensor]) -> Tensor:
+    """Losses per row: every output has a nonlinear share of its own."""
+    ids = torch.arange(outs[0].size(0))
     total = torch.zeros(ids.numel(), dtype=torch.float64)
     for out in outs:
         rows = out.double()
@@ -74,7 +71,7 @@ def weighted_sum(outs: Sequence[Tensor], ids: Tensor) -> Tensor:
     return total
 
 
-def leaves(case: Case, data: Data, dtype: torch.dtype, ids: Tensor, draw: int) -> dict[str, Any]:
+def leaves(case: Case, data: Data, dtype: torch.dtype, draw: int) -> dict[str, Any]:
     """What the case is called with; floating point tensors in ``dtype``, with gradients.
 
     Every ``draw`` has features of its own: multiples of an eighth, which all dtypes hold.
@@ -84,7 +81,8 @@ def leaves(case: Case, data: Data, dtype: torch.dtype, ids: Tensor, draw: int) -
     for name, value in data:
         if isinstance(value, Tensor) and value.is_floating_point():
             if name == "x" and draw:
-                value = (probe(ids + 40 * draw, value) * 16).round() / 8
+                ids = torch.arange(value.size(0)) + 40 * draw
+                value = torch.zeros_like(value) + (probe(ids, value) * 16).round() / 8
             value = value.to(dtype)
             if name in case.names() and name not in constants:
                 value = value.clone().requires_grad_()
@@ -96,41 +94,27 @@ def one_pass(
     case: Case,
     module: torch.nn.Module,
     data: Data,
-    mean: Callable[[Tensor], Tensor],
     dtype: torch.dtype = torch.float64,
     draw: int = 0,
 ) -> Pass:
     """Runs forward and backward once, from zeroed gradients."""
     module.zero_grad()
-    whole = not isinstance(data.edge_index, pyg_sar.space.DistEdgeIndex)
-    n_id = torch.arange(data.num_nodes) if whole else data.n_id
-    given = leaves(case, data, dtype, n_id, draw)
-    e_id = torch.arange(data.num_edges) if whole else data.e_id
+    given = leaves(case, data, dtype, draw)
     outs = [out.view(-1, 1) if out.dim() == 1 else out for out in
             tensors_of(invoke(case, module, given))]  # fmt: skip
-    found = [out.detach().clone() for out in outs]  # reversible layers free theirs
-    rows = torch.arange(outs[0].size(0)) if case.level == "graph" else n_id
-    loss = mean(weighted_sum(outs, rows))
+    found = [whole(out.detach().clone()) for out in outs]  # reversible layers free theirs
+    loss = weighted_sum(outs).mean()
     if loss.requires_grad:
         loss.backward()
     grads = {k: v.grad for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
-    parameters = {k: p.grad if p.grad is None else p.grad.clone() for k, p in
+    parameters = {k: p.grad if p.grad is None else whole(p.grad.clone()) for k, p in
                   module.named_parameters()}  # fmt: skip
-    own = {name: parameters.pop(name) for name in case.rows}
     return Pass(
         found,
-        own | {k: g for k, g in grads.items() if k in NODE_LEVEL},
-        {k: g for k, g in grads.items() if k in EDGE_LEVEL},
+        {k: whole(g) for k, g in grads.items()},
         parameters,
         {k: b.clone() for k, b in module.named_buffers()},
-        n_id,
-        e_id,
-        case.level,
     )
-
-
-NODE_LEVEL = ("x", "x0", "x_t", "x_layers", "pos", "normal")
-EDGE_LEVEL = ("edge_weight", "edge_attr", "pseudo")
 
 
 def build(case: Case, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
@@ -148,6 +132,7 @@ class Worker:
     """What one worker found."""
 
     exact: Pass
+    nodes: Tensor
     low: dict[str, Pass]
     strategies: list[str]
     case_2: bool
@@ -170,21 +155,11 @@ def look(module: torch.nn.Module) -> tuple[list[str], bool]:
     return sorted(set(found)), case_2
 
 
-def distributed(
-    case: Case, plain: torch.nn.Module, data: Data, policy: SARPolicy
-) -> torch.nn.Module:
-    """This worker's module."""
-    module = copy.deepcopy(plain)
-    if case.rows:
-        pyg_sar.nn.own_rows(module, data.n_id)
-    return pyg_sar.distribute(module, policy, view="local")
-
-
 def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, Any]) -> Worker:
     """A worker's part of a case: exact, then counted in a second pass, then in low precision."""
-    data = pyg_sar.load_partition(root, view="local")
-    module = distributed(case, plain, data, SARPolicy(mode=1, prefetch=0))
-    exact = one_pass(case, module, data, pyg_sar.mean)
+    data = pyg_sar.load_partition(root)
+    module = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(mode=1, prefetch=0))
+    exact = one_pass(case, module, data)
     strategies, case_2 = look(module)
     ledger = counted_pass(case, module, data)
     one_shot = 0
@@ -192,7 +167,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
         for layer in module.modules():
             if isinstance(layer, MessagePassing):
                 layer.policy = SARPolicy(mode=3)
-        one_pass(case, module, data, pyg_sar.mean)
+        one_pass(case, module, data)
         one_shot = halo_bytes(counted_pass(case, module, data))
     found = {
         name: run_low(root, case, layer, LOW_PRECISION[name], (0,))[0]
@@ -201,6 +176,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
     names = {getattr(layer, "ledger_name", None) for layer in module.modules()} - {None}
     return Worker(
         exact=exact,
+        nodes=data.x.rows.ids,
         low=found,
         strategies=strategies,
         case_2=case_2,
@@ -220,7 +196,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
 def counted_pass(case: Case, module: torch.nn.Module, data: Data) -> pyg_sar.Ledger:
     """What a pass costs once everything that is kept has been made."""
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-        one_pass(case, module, data, pyg_sar.mean)
+        one_pass(case, module, data)
     return ledger
 
 
@@ -234,6 +210,6 @@ def run_low(
     root: Path, case: Case, layer: torch.nn.Module, dtype: torch.dtype, draws: Sequence[int]
 ) -> list[Pass]:
     """A worker's part of a case in low precision."""
-    data = pyg_sar.load_partition(root, view="local")
-    copied = distributed(case, layer, data, SARPolicy(mode=1))
-    return [one_pass(case, copied, data, pyg_sar.mean, dtype, draw) for draw in draws]
+    data = pyg_sar.load_partition(root)
+    copied = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=1))
+    return [one_pass(case, copied, data, dtype, draw) for draw in draws]

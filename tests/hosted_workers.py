@@ -1,7 +1,7 @@
 """Launches of the tests with hosted parts: each worker of a test is a part (``pytest --hosted``).
 
-Workers that are threads become parts that this process hosts; worker processes become parts
-that two worker processes host. So whatever the tests show of workers is shown of parts.
+Worker processes become parts that two worker processes host. So whatever the tests show of
+workers is shown of parts.
 """
 
 from __future__ import annotations
@@ -90,8 +90,6 @@ def hosted_workers() -> Iterator[None]:
 
     def launch(fn: Any, num_workers: int, *args: Any, **how: Any) -> list[Any]:
         backend = how.get("backend")
-        if backend == "threads":
-            return host(fn, num_workers, *args, timeout=how.get("timeout", 60.0))
         if backend not in (None, "gloo") or "parts" in how:
             return original(fn, num_workers, *args, **how)
         return original(fn, min(PROCESSES, num_workers), *args, parts=num_workers, **how)

@@ -124,7 +124,7 @@ def test_checkpoints_need_a_file_and_a_number(tmp_path):
 def test_paths_and_devices(tmp_path):
     for call in (
         lambda: pyg_sar.write_partitions(graph(), 2, None),
-        lambda: pyg_sar.load_partition(3, view="local"),
+        lambda: pyg_sar.load_partition(3),
         lambda: pyg_sar.load_model(None),
     ):
         with pytest.raises(TypeError, match=r"Expected '(root|checkpoint)' to be a path \(got"):
@@ -133,10 +133,10 @@ def test_paths_and_devices(tmp_path):
         pyg_sar.write_partitions(graph(), 2, tmp_path / "p", node_ids=3)
     pyg_sar.write_partitions(graph(), 1, tmp_path / "p")
     with pytest.raises(ValueError, match="device='gpu' is no device such as 'cpu'"):
-        pyg_sar.load_partition(tmp_path / "p", device="gpu", view="local")
+        pyg_sar.load_partition(tmp_path / "p", device="gpu")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device='cuda' at rank 0, but this host has 0"):
-            pyg_sar.load_partition(tmp_path / "p", device="cuda", view="local")
+            pyg_sar.load_partition(tmp_path / "p", device="cuda")
     missing = tmp_path / "none"
     for start in (
         lambda: pyg_sar.launch(print, 1, parts=1, store=missing),
@@ -150,19 +150,19 @@ def test_paths_and_devices(tmp_path):
 def test_distribute_infer_plan_and_pairs(tmp_path):
     for call, text in (
         (
-            lambda: pyg_sar.distribute(GCN, view="local"),
+            lambda: pyg_sar.distribute(GCN),
             "'model' to be a torch.nn.Module .got type",
         ),
         (
-            lambda: pyg_sar.distribute(net(), 3, view="local"),
+            lambda: pyg_sar.distribute(net(), 3),
             "policy to be a pyg_sar.SARPolicy .got 3",
         ),
         (
-            lambda: pyg_sar.distribute(net(), layer_policies={"convs.0": 3}, view="local"),
+            lambda: pyg_sar.distribute(net(), layer_policies={"convs.0": 3}),
             r"layer_policies\['convs.0'\] to be a pyg_sar.SARPolicy",
         ),
         (
-            lambda: pyg_sar.distribute(net(), layer_policies=["a"], view="local"),
+            lambda: pyg_sar.distribute(net(), layer_policies=["a"]),
             "'layer_policies' to be a dict",
         ),
         (lambda: pyg_sar.infer(None, graph()), "'model' to be a torch.nn.Module .got NoneType"),

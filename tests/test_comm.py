@@ -1,4 +1,4 @@
-"""The communicator: every operation, with every kind of payload, on threads and on processes."""
+"""The communicator: every operation, with every kind of payload, of processes and of parts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from oracle import parts, workers
 
 from pyg_sar.comm.group import Communicator, current, finalize, init
 from pyg_sar.comm.launch import launch
@@ -142,7 +143,7 @@ def check_order_under_prefetch(comm: Communicator, folder: Path) -> None:
 
 
 def check_packing(comm: Communicator, folder: Path) -> None:
-    """Packing happens on the issuing thread, sees this worker's communicator, records nothing."""
+    """Packing sees this worker's communicator, records nothing; a worker's issuer does it."""
     seen: dict[str, Any] = {}
     weight = torch.ones(2, requires_grad=True)
 
@@ -156,7 +157,7 @@ def check_packing(comm: Communicator, folder: Path) -> None:
     peers = (comm.rank + 1) % WORLD, (comm.rank - 1) % WORLD
     comm.exchange(pack, peers[0], recv, peers[1], label=FETCH).wait()
     assert recv.tolist() == [2, 2]
-    assert seen["thread"] is not threading.current_thread()
+    assert (seen["thread"] is threading.current_thread()) == (comm.host is not None)
     assert seen["comm"] is comm
     assert seen["grad"] is False
 
@@ -283,7 +284,9 @@ def check_mistakes(comm: Communicator, folder: Path) -> None:
 
 
 def check_wait_with_timeout(comm: Communicator, folder: Path) -> None:
-    """A wait that is over too early leaves the transfer alone."""
+    """A wait that is over too early leaves the transfer alone; a part waits for its turn."""
+    if comm.host is not None:
+        return
     flag = folder / f"{comm.backend} flag"
     recv = torch.zeros(1)
     if comm.rank == 0:
@@ -332,9 +335,9 @@ def run_checks(folder: Path) -> list[str]:
     return [check.__name__ for check in CHECKS]
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_operations(backend, tmp_path):
-    names = launch(run_checks, WORLD, tmp_path, backend=backend, timeout=120)
+@pytest.mark.parametrize("start", [workers, parts])
+def test_operations(start, tmp_path):
+    names = start(run_checks, WORLD, tmp_path)
     assert names == [[check.__name__ for check in CHECKS]] * WORLD
 
 
@@ -370,7 +373,7 @@ def test_error_while_packing_reaches_the_waiter_and_all_later_calls():
             comm.all_reduce(torch.ones(1))
 
     with pytest.raises(WorkerError, match="Rank 1 failed: RuntimeError: first"):
-        launch(work, 2, backend="threads", timeout=60)
+        launch(work, 2, timeout=60)
 
 
 def test_closed_communicator_says_so():
@@ -383,7 +386,7 @@ def test_closed_communicator_says_so():
             comm.barrier()
         return current().backend
 
-    assert launch(work, 2, backend="threads", timeout=60) == ["local", "local"]
+    assert launch(work, 2, timeout=60) == ["local", "local"]
 
 
 def test_context_manager_tells_the_others_of_an_error():
@@ -394,22 +397,7 @@ def test_context_manager_tells_the_others_of_an_error():
             comm.barrier()
 
     with pytest.raises(WorkerError, match="Rank 0 failed: ZeroDivisionError: mine"):
-        launch(work, 3, backend="threads", timeout=60)
-
-
-def test_different_sizes_are_told_apart_on_threads():
-    def work() -> None:
-        comm = current()
-        other = 1 - comm.rank
-        recv = torch.empty(3 + comm.rank)
-        comm.exchange(torch.ones(3), other, recv, other, label=FETCH).wait()
-
-    with pytest.raises(
-        WorkerError,
-        match=r"Rank 1 expects 'conv forward fetch, float32 \[4\]' from rank 0, which sends "
-        r"'conv forward fetch, float32 \[3\]'",
-    ):
-        launch(work, 2, backend="threads", timeout=60)
+        launch(work, 3, timeout=60)
 
 
 def test_errors_keep_their_rank_when_pickled():

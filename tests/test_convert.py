@@ -20,7 +20,6 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
-    assemble,
     assert_small,
     error,
     errors,
@@ -28,7 +27,8 @@ from oracle import (
     node_losses,
     one_pass,
     single_process,
-    threads,
+    whole,
+    workers,
 )
 from torch import Tensor
 from torch.nn import Linear
@@ -39,18 +39,10 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import DistMessagePassing, SARPolicy
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.compiled import Compiled
 
 WORLD = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """PyG compiles a class's templates when its first layer is built: in one thread only.
-
-    In several, plain layers of the class may lose what explainers need.
-    """
-    Net()
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +73,6 @@ class Net(torch.nn.Module):
         return self.head(self.alias(x.relu(), edge_index))
 
 
-def hooks(model: torch.nn.Module) -> int:
-    return len(model._forward_pre_hooks)
-
-
 # What it keeps ###############################################################
 
 
@@ -95,7 +83,7 @@ def test_in_place_and_nothing_else():
         model = Net()
         parameters = dict(model.named_parameters())
         keys, modules = list(model.state_dict()), dict(model.named_modules())
-        assert pyg_sar.distribute(model, view="local") is model
+        assert pyg_sar.distribute(model) is model
         assert list(model.state_dict()) == keys
         assert {n: id(p) for n, p in model.named_parameters()} == {
             n: id(p) for n, p in parameters.items()
@@ -108,7 +96,7 @@ def test_in_place_and_nothing_else():
         assert type(model) is Net and type(model.head) is Linear
         assert "GATConv(6, 4, heads=1)" in repr(model.first)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 def test_pyg_stays_as_it_is(graph: Data):
@@ -117,7 +105,7 @@ def test_pyg_stays_as_it_is(graph: Data):
     plain = gnn.GATConv(CHANNELS, OUT).double()
     before[gnn.GATConv] = dict(vars(gnn.GATConv))
     expected = plain(graph.x, graph.edge_index)
-    converted = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    converted = pyg_sar.distribute(copy.deepcopy(plain))
     converted(graph.x, graph.edge_index)
     for kind, names in before.items():
         now = dict(vars(kind))
@@ -151,8 +139,8 @@ def test_plain_edges_run_as_pyg(name: str, graph: Data):
     plain = PLAIN[name]().double()
     expected = single_process(plain, graph)
     kernels = "auto" if name in ("std", "edge") else "off"
-    converted = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(kernels=kernels), view="local")
-    found = one_pass(converted, graph, torch.arange(40), torch.mean)
+    converted = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(kernels=kernels))
+    found = one_pass(converted, graph)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.x_grad, expected.x_grad)
     for key, gradient in expected.parameter_grads.items():
@@ -162,7 +150,7 @@ def test_plain_edges_run_as_pyg(name: str, graph: Data):
 def test_plain_sparse_matrices_and_bipartite_graphs(graph: Data):
     """What else PyG takes: a sparse adjacency, a pair of node tensors with sizes."""
     plain = gnn.SAGEConv((CHANNELS, CHANNELS), OUT).double()
-    converted = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+    converted = pyg_sar.distribute(copy.deepcopy(plain))
     dense = torch.zeros(40, 40, dtype=torch.float64)
     dense[graph.edge_index[1], graph.edge_index[0]] = 1
     adjacency = dense.to_sparse_csr()
@@ -213,7 +201,7 @@ def test_subclass_on_plain_edges_is_pyg(aggr: str, flow: str, graph: Data):
     plain = PlainLayer(aggr, flow).double()
     plain.load_state_dict(own.state_dict())
     expected = single_process(plain, graph)
-    found = one_pass(own, graph, torch.arange(40), torch.mean)
+    found = one_pass(own, graph)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.x_grad, expected.x_grad)
 
@@ -248,28 +236,26 @@ def test_idempotent(graph: Data, root: Path):
     model = Net().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        mine = copy.deepcopy(model)
+        data = pyg_sar.load_partition(root)
+        mine: Any = copy.deepcopy(model)
         for _ in range(3):
-            pyg_sar.distribute(mine, view="local")
-        assert isinstance(mine.first, DistMessagePassing) and hooks(mine) == 1
+            pyg_sar.distribute(mine)
+        assert isinstance(mine.first, DistMessagePassing) and not mine._forward_pre_hooks
         assert type(mine.first).__mro__.count(DistMessagePassing) == 1
-        result = one_pass(mine, data, data.n_id, pyg_sar.mean)
-        result.n_id, result.e_id = data.n_id, data.e_id
-        return result
+        return one_pass(mine, data)
 
-    assert_small(errors(threads(worker, WORLD), single_process(model, graph)), TOLERANCE, "thrice")
+    assert_small(errors(workers(worker, WORLD), single_process(model, graph)), TOLERANCE, "thrice")
 
 
 def test_policies_per_layer():
     default, other = SARPolicy(mode=2), SARPolicy(mode=3)
-    model = pyg_sar.distribute(Net(), default, layer_policies={"block.conv": other}, view="local")
+    model = pyg_sar.distribute(Net(), default, layer_policies={"block.conv": other})
     assert model.first.policy == default and model.block["conv"].policy == other
-    pyg_sar.distribute(model, other, view="local")
+    pyg_sar.distribute(model, other)
     assert model.first.policy == other
-    pyg_sar.distribute(model, view="local")
+    pyg_sar.distribute(model)
     assert model.first.policy == SARPolicy()
-    alone = pyg_sar.distribute(gnn.GCNConv(3, 3), other, view="local")
+    alone = pyg_sar.distribute(gnn.GCNConv(3, 3), other)
     assert alone.policy == other
 
 
@@ -278,28 +264,25 @@ def test_layer_policies_take_effect(root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
+        data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(
             Net().double(),
             SARPolicy(prefetch=0),
             layer_policies={"first": SARPolicy(mode=3)},
-            view="local",
         )
         with pyg_sar.Ledger(comm) as ledger:
             model(data.x, data.edge_index)
-        return [ledger.peak_resident_rows(n) for n in ("first", "block.conv")], data.edge_index.plan
+        plan = data.edge_index.to_local().plan
+        assert ledger.peak_resident_rows("first") >= plan.num_halo
+        assert ledger.peak_resident_rows("block.conv") <= max(plan.halo_counts)
 
-    for (first, other), plan in threads(worker, WORLD):
-        assert first >= plan.num_halo
-        assert other <= max(plan.halo_counts)
+    workers(worker, WORLD)
 
 
 @pytest.mark.parametrize("name", ["nothing", "head", "block", ""])
 def test_unknown_layer_names(name: str):
     with pytest.raises(ValueError, match=r"'layer_policies' names .*no message passing") as caught:
-        pyg_sar.distribute(
-            Net(), layer_policies={name: SARPolicy(), "first": SARPolicy()}, view="local"
-        )
+        pyg_sar.distribute(Net(), layer_policies={name: SARPolicy(), "first": SARPolicy()})
     assert "block.conv" in str(caught.value) and repr(name) in str(caught.value)
 
 
@@ -329,10 +312,10 @@ def test_lazy_parameters_are_refused():
 
     def worker() -> str:
         with pytest.raises(ValueError, match=r"'conv\.lin_l\.weight' is not initialized") as caught:
-            pyg_sar.distribute(copy.deepcopy(model), view="local")
+            pyg_sar.distribute(copy.deepcopy(model))
         return str(caught.value)
 
-    assert all("in_channels" in message for message in threads(worker, 2))
+    assert all("in_channels" in message for message in workers(worker, 2))
 
 
 def test_lazy_parameters_after_a_plain_run(graph: Data, root: Path):
@@ -358,34 +341,42 @@ def test_unlike_models_are_refused():
             model.requires_grad_(False)
         policy = SARPolicy(mode=2 if rank == 1 and how == "policy" else 1)
         with pytest.raises(ValueError) as caught:
-            pyg_sar.distribute(model, policy, view="local")
+            pyg_sar.distribute(model, policy)
         return str(caught.value)
 
-    for how in ("width", "layer", "policy"):
-        messages = threads(worker, WORLD, how)
+    for how in ("width", "layer", "frozen", "policy"):
+        messages = workers(worker, WORLD, how)
         assert all("1" in message for message in messages), how
 
 
-def test_sparse_gradients_are_refused(root: Path):
-    class Table(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Embedding(5, CHANNELS, sparse=True)
-            self.conv = gnn.SAGEConv(CHANNELS, OUT)
+class Table(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(5, CHANNELS, sparse=True)
+        self.conv = gnn.SAGEConv(CHANNELS, OUT)
 
-        def forward(self, kind: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(self.table(kind), edge_index)
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(Table(), view="local")
-        with pytest.raises(ValueError, match=r"sparse=False"):
-            pyg_sar.mean(model(data.y, data.edge_index)).backward()
-
-    threads(worker, WORLD)
+    def forward(self, kind: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(self.table(kind), edge_index)
 
 
-# Parameters of rank 0, gradient sums #########################################
+def test_a_table_with_sparse_gradients(graph: Data, root: Path):
+    plain = Table().double()
+
+    def run(model: Any, data: Data) -> Tensor:
+        node_losses(model(data.y, data.edge_index)).mean().backward()
+        return model.table.weight.grad.to_dense()
+
+    expected = run(copy.deepcopy(plain), graph)
+
+    def worker() -> Tensor:
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        return run(model, pyg_sar.load_partition(root))
+
+    for found in workers(worker, WORLD):
+        assert error(found, expected) <= TOLERANCE
+
+
+# Parameters of rank 0, several models #########################################
 
 
 def test_rank_0s_parameters_and_buffers_everywhere():
@@ -400,13 +391,12 @@ def test_rank_0s_parameters_and_buffers_everywhere():
             model.low.fill_(rank + 3)
             model.block["norm"].module.running_mean.fill_(-rank - 1)
         model.head.bias.requires_grad_(False)
-        pyg_sar.distribute(model, view="local")
+        pyg_sar.distribute(model)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    workers = threads(worker, WORLD)
-    for state in workers:
-        assert all(torch.equal(state[name], value) for name, value in workers[0].items())
-    state = workers[0]
+    state, *others = workers(worker, WORLD)
+    for other in others:
+        assert all(torch.equal(other[name], value) for name, value in state.items())
     assert float(state["first.lin.weight"].min()) == float(state["head.bias"].max()) == 0.5
     assert int(state["steps"]) == 2**53 + 1 and bool(state["flag"])
     assert float(state["low"][0]) == 3 and float(state["block.norm.module.running_mean"][0]) == -1
@@ -421,50 +411,11 @@ def test_special_values_of_rank_0_are_copied():
         other = torch.full((2, 2), float("nan"))
         with torch.no_grad():
             model.weight.copy_(special if pyg_sar.comm.current().rank == 0 else other)
-        return pyg_sar.distribute(model, view="local").weight.detach()
+        return pyg_sar.distribute(model).weight.detach()
 
-    for weight in threads(worker, WORLD):
+    for weight in workers(worker, WORLD):
         assert weight[0, 0] == float("inf") and weight[0, 1].isnan()
         assert weight[1, 0] == 0 and weight[1, 1] == torch.tensor(1e-45)
-
-
-def test_sum_gradients_by_hand(graph: Data, root: Path):
-    model = Net().double()
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        mine = pyg_sar.distribute(copy.deepcopy(model), sum_gradients=False, view="local")
-        local = one_pass(mine, data, data.n_id, pyg_sar.mean)
-        pyg_sar.reduction.sum_gradients(mine)
-        total = {n: None if p.grad is None else p.grad for n, p in mine.named_parameters()}
-        return local.parameter_grads, total
-
-    expected = single_process(model, graph).parameter_grads
-    scale = max(float(g.abs().max()) for g in expected.values())
-    workers = threads(worker, WORLD)
-    for name, gradient in expected.items():
-        assert error(sum(w[0][name] for w in workers), gradient, scale) <= TOLERANCE
-        for _, total in workers:
-            assert error(total[name], gradient, scale) <= TOLERANCE
-
-
-def test_sum_gradients_twice_is_refused(root: Path):
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(Net().double(), view="local")
-        pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
-        with pytest.raises(ValueError, match=r"sum_gradients=False"):
-            pyg_sar.reduction.sum_gradients(model)
-
-    threads(worker, WORLD)
-
-
-def test_sum_gradients_alone_changes_nothing(graph: Data):
-    model = pyg_sar.distribute(Net().double(), sum_gradients=False, view="local")
-    model(graph.x, graph.edge_index).sum().backward()
-    before = [p.grad.clone() for p in model.parameters()]
-    pyg_sar.reduction.sum_gradients(model)
-    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_two_models_in_one_backward_pass(graph: Data, root: Path):
@@ -472,22 +423,21 @@ def test_two_models_in_one_backward_pass(graph: Data, root: Path):
     encoder, head = gnn.GATConv(CHANNELS, 4).double(), Linear(4, OUT).double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        first = pyg_sar.distribute(copy.deepcopy(encoder), view="local")
-        second = pyg_sar.distribute(copy.deepcopy(head), view="local")
+        data = pyg_sar.load_partition(root)
+        first = pyg_sar.distribute(copy.deepcopy(encoder))
+        second = pyg_sar.distribute(copy.deepcopy(head))
         found = []
         for _ in range(2):
             first.zero_grad(), second.zero_grad()
-            out = second(first(data.x, data.edge_index))
-            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            node_losses(second(first(data.x, data.edge_index))).mean().backward()
             found.append([p.grad.clone() for p in (*first.parameters(), *second.parameters())])
         return found
 
     alone = copy.deepcopy(encoder), copy.deepcopy(head)
-    node_losses(alone[1](alone[0](graph.x, graph.edge_index)), torch.arange(40)).mean().backward()
+    node_losses(alone[1](alone[0](graph.x, graph.edge_index))).mean().backward()
     expected = [p.grad for p in (*alone[0].parameters(), *alone[1].parameters())]
     scale = max(float(g.abs().max()) for g in expected)
-    for found in threads(worker, WORLD):
+    for found in workers(worker, WORLD):
         for step in found:
             for gradient, right in zip(step, expected, strict=True):
                 assert error(gradient, right, scale) <= TOLERANCE
@@ -560,33 +510,35 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         (layer.reset_parameters(), layer.load_state_dict(START))[0] or layer
     ),
     "to": lambda layer: layer.to(torch.float32).to(torch.float64),
-    "distribute again": lambda layer: pyg_sar.distribute(layer, view="local"),
+    "distribute again": lambda layer: pyg_sar.distribute(layer),
 }
 START: dict[str, Tensor] = {}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_override_survives(change: str, graph: Data, root: Path):
+def test_override_survives(graph: Data, root: Path):
     """Counted too: the layer goes on aggregating shard by shard, and exactly."""
-    gnn.SAGEConv(3, 3)  # PyG compiles a class's templates at its first use, in one thread only
     layer = gnn.TransformerConv(CHANNELS, OUT, heads=2).double().float().double()
-    START.clear()
-    START.update(copy.deepcopy(layer.state_dict()))
+    start = copy.deepcopy(layer.state_dict())
     policy = SARPolicy(mode=1, prefetch=0)
 
     def worker() -> Any:
-        comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root, view="local")
-        mine = CHANGES[change](pyg_sar.distribute(copy.deepcopy(layer), policy, view="local"))
-        pyg_sar.distribute(mine, policy, view="local")
-        assert is_distributed(mine)
-        with pyg_sar.Ledger(comm) as ledger:
-            out = mine(data.x, data.edge_index)
-        assert ledger.peak_resident_rows() <= max(data.edge_index.plan.halo_counts)
-        return data.n_id, out.detach()
+        START.update(start)
+        comm, found = pyg_sar.comm.current(), {}
+        data = pyg_sar.load_partition(root)
+        for name, change in CHANGES.items():
+            mine = change(pyg_sar.distribute(copy.deepcopy(layer), policy))
+            pyg_sar.distribute(mine, policy)
+            assert is_distributed(mine), name
+            with pyg_sar.Ledger(comm) as ledger:
+                found[name] = whole(mine(data.x, data.edge_index).detach())
+            most = max(data.edge_index.to_local().plan.halo_counts)
+            assert ledger.peak_resident_rows() <= most, name
+        return found
 
     expected = layer(graph.x, graph.edge_index).detach()
-    assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
+    for found in workers(worker, WORLD):
+        for name, out in found.items():
+            assert error(out, expected) <= TOLERANCE, name
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -596,48 +548,41 @@ def test_an_explained_layer_is_exact(graph: Data, root: Path):
 
     def explained(module: Any, mask: Tensor) -> Any:
         module.explain = True
-        module._edge_mask, module._loop_mask, module._apply_sigmoid = mask, None, False
+        module._edge_mask, module._loop_mask, module._apply_sigmoid = mask, mask > 0, False
         return module
 
-    # PyG compiles a copied layer's templates: in one thread only.
-    copies = [copy.deepcopy(layer) for _ in range(WORLD)]
-
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        mine = pyg_sar.distribute(copies[pyg_sar.comm.current().rank], view="local")
-        return data.n_id, explained(mine, data.edge_weight)(data.x, data.edge_index).detach()
+        data = pyg_sar.load_partition(root)
+        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        return whole(explained(mine, data.edge_weight)(data.x, data.edge_index).detach())
 
     expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)
-    assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
+    assert max(error(out, expected) for out in workers(worker, WORLD)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", [1, 3])
-def test_an_explainer_that_collects_messages_is_refused(mode: int, graph: Data, root: Path):
+def test_an_explainer_that_collects_messages_is_refused(graph: Data, root: Path):
     """Messages come tile by tile: it would take the first tile's weights for those of all edges."""
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(
-            gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode), view="local"
-        )
-        explainer = Explainer(
-            model,
-            AttentionExplainer(),
-            explanation_type="model",
-            edge_mask_type="object",
-            model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-        )
-        with pytest.raises(
-            pyg_sar.errors.DistributedIndexError, match="AttentionExplainer collects"
-        ):
-            explainer(data.x, data.edge_index)
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for mode in (1, 3):
+            model = pyg_sar.distribute(gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode))
+            explainer = Explainer(
+                model,
+                AttentionExplainer(),
+                explanation_type="model",
+                edge_mask_type="object",
+                model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+            )
+            with pytest.raises(DistributedIndexError, match="AttentionExplainer collects"):
+                explainer(data.x, data.edge_index)
 
-    threads(worker, WORLD)
+    workers(worker, WORLD)
 
 
 def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):
     """Explaining a trained model afterwards, in one process."""
-    model = pyg_sar.distribute(Net().double(), view="local")
+    model = pyg_sar.distribute(Net().double())
     explainer = Explainer(
         model,
         GNNExplainer(epochs=2),

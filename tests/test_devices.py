@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import runpy
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Partitions, make_graph, threads
+from oracle import Partitions, make_graph, whole, workers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -141,7 +140,7 @@ def test_a_model_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch):
     model.convs[0].to("meta")
     text = r"'convs.1.bias' on cpu at rank 0, whose.*is meta: call model.to\(comm.device\)"
     with pytest.raises(ValueError, match=text):
-        pyg_sar.distribute(model, view="local")
+        pyg_sar.distribute(model)
     _put_on_device(model.to("meta"), ON_META)
 
 
@@ -166,20 +165,20 @@ def test_a_model_on_the_cpu_is_moved():
 
 def test_a_single_process_on_the_cpu_chooses_for_itself():
     model = gnn.GCNConv(4, 3).to("meta")
-    assert pyg_sar.distribute(model, view="local") is model
+    assert pyg_sar.distribute(model) is model
 
 
 def asked(root: Path, device: str) -> str:
     try:
-        return str(pyg_sar.load_partition(root, device=device, view="local").x.device)
+        return str(pyg_sar.load_partition(root, device=device).x.device)
     except ValueError as error:
         return str(error)
 
 
 def test_data_goes_where_the_worker_is(tmp_path: Path):
     root = Partitions(tmp_path)(make_graph(), 2, "random")
-    assert threads(asked, 2, root, "cpu") == ["cpu", "cpu"]
-    for rank, text in enumerate(threads(asked, 2, root, "meta")):
+    assert workers(asked, 2, root, "cpu") == ["cpu", "cpu"]
+    for rank, text in enumerate(workers(asked, 2, root, "meta")):
         assert text == (
             f"load_partition(device='meta') at rank {rank}, whose device is cpu: leave 'device' "
             "out, or call pyg_sar.init(device='meta') first"
@@ -210,7 +209,8 @@ class Apart(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         both = 0 < len(host) < len(given)
         # Labels of rows are on the CPU, and are not seen where they are made (below autograd).
-        both &= "row_" not in Path(sys._getframe(1).f_code.co_filename).name
+        frames = sys._getframe(1), sys._getframe(2)  # The second: where draws are watched.
+        both &= all("row_" not in Path(f.f_code.co_filename).name for f in frames)
         if both and name not in FREE and any(t.dim() > 0 for t in host):
             raise AssertionError(f"{name} of tensors on the CPU and on the device")
         out = func(*args, **kwargs)
@@ -230,17 +230,17 @@ FREE = {"copy_", "__getitem__", "__setitem__", "is_", "__get__", "__set__", "typ
 
 def steps(root: Path, make: Any) -> tuple[Tensor, int]:
     """Two steps of training in which the CPU's tensors are kept apart from the data."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = make(data.num_features)
     with Apart() as apart:
-        model = pyg_sar.distribute(model, view="local")
+        model = pyg_sar.distribute(model)
         for _ in range(2):
             out = model(data.x, data.edge_index)
-            pyg_sar.mean(F.cross_entropy(out, data.y, reduction="none")).backward()
-        pyg_sar.accuracy(out, data.y, data.y >= 0)
+            F.cross_entropy(out, data.y).backward()
+        (out.argmax(-1) == data.y).double().mean()
         made = len(apart.host)
-    return out.detach(), made
+    return whole(out.detach()), made
 
 
 MODELS: dict[str, Any] = {
@@ -258,36 +258,32 @@ def test_what_is_made_on_the_way_is_where_the_data_is(
 ):
     root = Partitions(tmp_path)(make_graph(dtype=torch.float32), 2, "random")
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")  # in which GPUs' rows never are
-    for out, made in threads(steps, 2, root, MODELS[name]):
+    for out, made in workers(steps, 2, root, MODELS[name]):
         assert bool(out.isfinite().all()) and made > 0
 
 
 def looked_up(root: Path) -> list[int]:
     """How often a worker has looked for a tile's targets, which a GPU is waited for: by step."""
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(
-        MODELS["general"](data.num_features), SARPolicy(message_budget=600), view="local"
-    )
-    found = []
-    for _ in range(3):
-        pyg_sar.mean(model(data.x, data.edge_index).square().sum(-1)).backward()
-        found.append(LOOKED.count(threading.get_ident()))
-    return found
-
-
-LOOKED: list[int] = []
-
-
-def test_a_gpu_is_not_waited_for_at_each_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    root = Partitions(tmp_path)(make_graph(dtype=torch.float32), 2, "random")
+    data, looked = pyg_sar.load_partition(root), []
+    model = pyg_sar.distribute(MODELS["general"](data.num_features), SARPolicy(message_budget=600))
     holding = shard._holding
 
     def counted(*given: Any) -> tuple[int, int]:
-        LOOKED.append(threading.get_ident())
+        looked.append(given)
         return holding(*given)
 
-    monkeypatch.setattr(shard, "_holding", counted)
-    for first, second, third in threads(looked_up, 2, root):
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "_holding", counted)
+        for _ in range(3):
+            model(data.x, data.edge_index).square().sum(-1).mean().backward()
+            found.append(len(looked))
+    return found
+
+
+def test_a_gpu_is_not_waited_for_at_each_tile(tmp_path: Path):
+    root = Partitions(tmp_path)(make_graph(dtype=torch.float32), 2, "random")
+    for first, second, third in workers(looked_up, 2, root):
         assert 0 < first == second == third
 
 

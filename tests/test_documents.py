@@ -318,7 +318,7 @@ def test_larger_than_memory(tmp_path, monkeypatch):
     pyg_sar.write_partitions(a_graph(), 16, "parts", "random")
 
     def train(root: str) -> int:
-        return pyg_sar.load_partition(root, view="local").num_nodes
+        return pyg_sar.load_partition(root).num_nodes
 
     code, again = snippets("docs/larger-than-memory.md")
     names = {"pyg_sar": pyg_sar, "train": train}

@@ -339,6 +339,7 @@ def wrong(root: Path) -> list[str]:
         lambda: NodeEmbedding(NODES, 3),
         lambda: pyg_sar.load_partition(root) and NodeEmbedding(NODES + 1, 3),
         lambda: NodeEmbedding(NODES, 3)(torch.tensor([NODES])),
+        lambda: NodeEmbedding(NODES, 3)(torch.tensor([-1])),
     ):
         try:
             case()
@@ -350,9 +351,10 @@ def wrong(root: Path) -> list[str]:
 def test_what_does_not_fit_is_named(tmp_path):
     pyg_sar.write_partitions(graph(), 2, tmp_path / "p", "contiguous")
     for found in launched(wrong, 2, tmp_path / "p"):
-        assert len(found) == 3
+        assert len(found) == 4
         assert "NodeEmbedding(40, 3): no graph with so many nodes" in found[0]
         assert "only with [40]" in found[1] and "index 40 is out of bounds" in found[2]
+        assert "out of range" in found[3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -69,7 +69,7 @@ def make_several() -> HeteroData:
     return data
 
 
-NO_TENSORS = ("sparse", "names", "numbers", "edge_label_text", "bag")
+NO_TENSORS = ("names", "numbers", "edge_label_text")
 """Attributes that can be stored, and not be loaded as tensors of the whole graph."""
 
 
@@ -407,7 +407,6 @@ LISTS: dict[str, tuple[int, str, Any, str]] = {
     "the name of an attribute": (0, "name", "x", r"lists and rows of different names.*'x'"),
     "the name of a row": (0, "name", "edge_label", "lists and rows of different names"),
     "a name of PyG's": (0, "name", "_mapping", "lists and rows of other names"),
-    "the name of places": (1, "name", "train_idx_place", "lists and rows of different names"),
     "a key twice": (2, "key", "test", "one list for each key of 'split_idx'"),
     "a list among keys": (2, "key", None, "one list for each key of 'split_idx'"),
     "pairs of floats": (LINKS, "dtype", "float64", "'lists.4..attribute.dtype' to be one of int8"),

@@ -207,9 +207,11 @@ def test_what_autograd_does_not_see(tmp_path: Path) -> None:
 
     def refused() -> None:
         data = pyg_sar.load_partition(tmp_path / "parts")
-        for values in (torch.ones(NODES, 6, dtype=DOUBLE), data.x[data.mask], data.x.float()):
+        for values in (torch.ones(NODES, 6, dtype=DOUBLE), data.x[data.mask]):
             with pytest.raises(DistributedIndexError, match=r"x\.data = values"):
                 data.x.data = values
+        data.x.data = data.x.float()
+        assert data.x.dtype == data.x.to_local().dtype == torch.float32
 
     pyg_sar.launch(refused, 1, parts=3)
 

@@ -297,24 +297,15 @@ def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> Non
                 assert other == one
 
 
-def test_workers_draw_alike_and_means_are_means(roots: Callable[[int], str]) -> None:
-    """``pyg_sar.mean`` takes node tensors, too; NumPy and Python draw one process's splits."""
+def test_workers_draw_alike(roots: Callable[[int], str]) -> None:
+    """NumPy and Python draw one process's splits."""
 
     def run(root: str) -> list[Any]:
         rank = pyg_sar.comm.current().rank
         np.random.seed(rank)
         random.seed(rank)
-        data = pyg_sar.load_partition(root)
-        drawn = [np.random.permutation(NODES).tolist(), random.random()]
-        x = data.x.clone().requires_grad_()
-        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE))
-        results = []
-        for mean in (pyg_sar.mean, torch.mean):
-            loss = mean(conv(x, data.edge_index)[data.train_mask].square())
-            found = torch.autograd.grad(loss, [x, conv.lin_l.weight])
-            results.append([loss.detach(), *(whole(g, "test") for g in found)])
-        torch.testing.assert_close(*results)
-        return drawn
+        pyg_sar.load_partition(root)
+        return [np.random.permutation(NODES).tolist(), random.random()]
 
     first, second = pyg_sar.launch(run, 1, roots(2), parts=2)
     assert first == second
@@ -643,14 +634,12 @@ STATIC: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def of_static_graphs(data: Data, view: dict[str, str]) -> dict[str, list[Tensor]]:
+def of_static_graphs(data: Data, convert: Any) -> dict[str, list[Tensor]]:
     """Features ``[T, N, F]`` of several times, on the same edges."""
     found = {}
     for name, build in STATIC.items():
         torch.manual_seed(0)
-        model = build().double()
-        if view:
-            model = pyg_sar.distribute(model, **view)
+        model = convert(build().double())
         x = torch.stack([data.x, data.x * 2, data.x.sin()]).detach().requires_grad_()
         out = model(x, data.edge_index)
         weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
@@ -666,11 +655,11 @@ def static_work(root: str) -> dict[str, list[Tensor]]:
         edges = (data.edge_index,) if isinstance(layer, gnn.GATConv) else ()
         with pytest.raises(DistributedIndexError, match="nodes along axis 1"):
             model(torch.stack([data.x, data.x]), *edges)
-    return of_static_graphs(data, {"view": "global"})
+    return of_static_graphs(data, pyg_sar.distribute)
 
 
 def test_static_graphs(roots: Callable[[int], str]) -> None:
-    expected = of_static_graphs(make_graph(), {})
+    expected = of_static_graphs(make_graph(), lambda model: model)
     for found in pyg_sar.launch(static_work, 2, roots(2)):
         for name in STATIC:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)

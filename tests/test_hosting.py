@@ -34,6 +34,7 @@ from oracle import (
     error,
     make_graph,
     node_losses,
+    whole,
 )
 from torch import Tensor
 from torch_geometric.data import Data
@@ -42,6 +43,7 @@ import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
+from pyg_sar.comm.hosting import check_parts
 from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
 from pyg_sar.nn import NodeEmbedding
@@ -129,7 +131,7 @@ def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
     rows = table.clone().requires_grad_()
     conv.zero_grad()
     for _ in range(2):
-        node_losses(conv(rows, graph.edge_index), torch.arange(graph.num_nodes)).mean().backward()
+        node_losses(conv(rows, graph.edge_index)).mean().backward()
     expected = {name: p.grad for name, p in conv.named_parameters()}
     blank = {name: p.detach().clone() for name, p in conv.named_parameters()}
 
@@ -145,10 +147,10 @@ def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
         for _ in range(2):
             node_losses(model["conv"](weight, data.edge_index)).mean().backward()
         grads = {name: p.grad for name, p in model["conv"].named_parameters()}
-        return weight.grad.full_tensor(), grads
+        return whole(weight.grad), grads
 
-    for gradient, grads in host(worker, PARTS):
-        assert error(gradient, rows.grad) <= TOLERANCE
+    for gradient_of_rows, grads in host(worker, PARTS):
+        assert error(gradient_of_rows, rows.grad) <= TOLERANCE
         for name, gradient in expected.items():
             assert error(grads[name], gradient) <= TOLERANCE, name
 
@@ -160,14 +162,14 @@ def test_each_halo_row_comes_once_and_its_gradient_goes_once(name: str, graph: D
     policy = SARPolicy(message_budget=600)
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(make().double(), policy, view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(make().double(), policy)
         x = data.x.clone().requires_grad_()
         given = {key: data[key] for key in edge}
         layer(x, data.edge_index, **given).sum().backward()  # makes the plans
         with pyg_sar.Ledger(current()) as ledger:
             layer(x, data.edge_index, **given).sum().backward()
-        halo = data.edge_index.plan.num_halo
+        halo = data.edge_index.to_local().plan.num_halo
         kinds = ("fetch", "refetch", "gradient")
         return halo, [ledger.received_bytes(kind=kind) for kind in kinds], ledger.resident_rows()
 
@@ -202,17 +204,14 @@ def trained(root: Path, dtype: torch.dtype) -> Any:
     """Losses, gradients, parameters and random numbers of a part after some epochs."""
     torch.manual_seed(7)
     model = Gat().to(dtype)
-    rank = current().rank
-    for draw in (torch.manual_seed, np.random.seed, random.seed):
-        draw(100 + rank)
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(model, view="local")
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(model)
     step = torch.optim.Adam(model.parameters(), 0.01)
     losses, x = [], data.x.to(dtype)
     for _ in range(8):
         step.zero_grad()
         out = model(x, data.edge_index)
-        loss = pyg_sar.mean(torch.nn.functional.cross_entropy(out, data.y, reduction="none"))
+        loss = torch.nn.functional.cross_entropy(out, data.y)
         loss.backward()
         step.step()
         losses.append(loss.detach())
@@ -234,14 +233,14 @@ def test_the_same_to_the_bit_for_any_number_of_workers(dtype: torch.dtype, root:
 
 def under_autocast(root: Path) -> list[Tensor]:
     """Gradients of a layer that is used three times, whose casts autocast may share."""
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS), view="local")
+    model = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS))
     x = data.x.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(3):
             x = model(x, data.edge_index)
-    node_losses(x.float(), data.n_id).sum().backward()
+    node_losses(x.float()).sum().backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -303,8 +302,8 @@ def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Turns, "__init__", traced)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), view="local")
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
         for step in range(3):
             current().barrier()
             if current().rank == 0 and step == 2:
@@ -464,24 +463,13 @@ def test_a_model_in_the_arguments(root: Path):
     """Each part of launch() has its own, as each worker has."""
 
     def worker(conv: torch.nn.Module) -> Tensor:
-        data = pyg_sar.load_partition(root, view="local")
-        pyg_sar.distribute(conv, view="local")(data.x, data.edge_index).square().sum().backward()
+        data = pyg_sar.load_partition(root)
+        pyg_sar.distribute(conv)(data.x, data.edge_index).square().sum().backward()
         return next(conv.parameters()).grad
 
     conv = gnn.GCNConv(CHANNELS, OUT).double()
     one, two = (pyg_sar.launch(worker, w, conv, parts=PARTS, timeout=30.0) for w in (1, 2))
     assert all(torch.equal(found, one[0]) for found in [*one, *two])
-
-
-def test_a_model_that_parts_share(root: Path):
-    """run() hands the same objects to all parts of a process: a model among them is refused."""
-
-    def worker(conv: torch.nn.Module) -> None:
-        pyg_sar.distribute(conv, view="local")
-
-    conv = gnn.GCNConv(CHANNELS, OUT).double()
-    with pytest.raises(ValueError, match="already that of rank 0 in the same process"):
-        pyg_sar.run(worker, conv, parts=2, timeout=30.0)
 
 
 @pytest.mark.parametrize("parts", [True, 0, -1, "8", 2.0])
@@ -496,11 +484,11 @@ def test_refused(root: Path):
     with pytest.raises(ValueError, match=r"hosted by 1 to 3 workers \(got 4\); start fewer"):
         pyg_sar.launch(print, 4, parts=3)
     with pytest.raises(ValueError, match="needs backend='gloo'"):
-        pyg_sar.launch(print, 2, parts=4, backend="threads")
+        check_parts(4, 2, "nccl")
     with pytest.raises(ValueError, match="within a part, which hosts none"):
         pyg_sar.run(lambda: pyg_sar.run(print, parts=2), parts=2)
     with pytest.raises(ValueError, match=f"{PARTS}"):
-        pyg_sar.run(lambda: pyg_sar.load_partition(root, view="local"), parts=3)
+        pyg_sar.run(lambda: pyg_sar.load_partition(root), parts=3)
 
 
 def ask_the_default_group() -> list[str]:

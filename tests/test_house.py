@@ -378,10 +378,9 @@ def test_importing_the_package_has_no_side_effect():
 # Public names #################################################################
 
 TOP = {
-    *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "accuracy", "distribute"),
+    *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "distribute"),
     "from_local",
     *(
-        "gather_nodes",
         "infer",
         "init",
         "launch",

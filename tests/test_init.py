@@ -172,8 +172,6 @@ def test_workers_that_do_not_come(monkeypatch):
 def test_invalid_arguments():
     with pytest.raises(ValueError, match="backend='smoke' must be one of gloo, nccl, mpi, ccl"):
         init("smoke")
-    with pytest.raises(ValueError, match=r"'threads' is for pyg_sar.launch\(\)"):
-        init("threads")
     for timeout in (0, -1, float("inf"), "long"):
         with pytest.raises(ValueError, match="timeout=.* must be a positive number"):
             init(timeout=timeout)  # type: ignore[arg-type]

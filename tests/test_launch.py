@@ -55,11 +55,13 @@ def test_results_and_surroundings(monkeypatch):
     """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     before = dict(os.environ)
     factor = 10
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
     names += ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "TORCHELASTIC_RUN_ID")
+    names += ("PYTHONHASHSEED",)
 
     def reached(host):
         try:
@@ -87,6 +89,7 @@ def test_results_and_surroundings(monkeypatch):
         assert (env["MALLOC_MMAP_THRESHOLD_"], env["THP_MEM_ALLOC_ENABLE"]) == ("1048576", "1")
         assert env["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert (env["EXTRA"], env["TORCHELASTIC_RUN_ID"]) == ("yes", None)
+        assert env["PYTHONHASHSEED"] == "0"  # Sets of names are in one order on all workers.
         assert facts[:3] == ("gloo", 77, max(1, cores // 2))
         assert not exists(facts[3])
     assert dict(os.environ) == before
@@ -206,80 +209,47 @@ def test_invalid_arguments():
         launch(print, 1, backend="tin")
     with pytest.raises(ValueError, match="timeout=0"):
         launch(print, 1, timeout=0)
-    with pytest.raises(ValueError, match="not with backend='threads'"):
-        launch(print, 1, backend="threads", env={})
 
 
-# Threads #####################################################################
+# Debugging ###################################################################
+
+DEBUGGED = """
+import pyg_sar
+
+met = []
+
+def work():
+    comm = pyg_sar.comm.current()
+    comm.barrier()
+    if comm.rank == 1:
+        breakpoint()
+    met.append(comm.rank)
+    comm.barrier()
+    met.append(comm.rank)
+    return comm.rank
+
+print(pyg_sar.run(work, parts=3), met)
+"""
 
 
-def test_threads():
-    here, before = os.getpid(), set(threading.enumerate())
-
-    def work(x):
-        comm = current()
-        assert (os.getpid(), comm.backend) == (here, "threads")
-        return comm.rank, comm.all_reduce(x.clone()).tolist()
-
-    assert launch(work, 3, torch.ones(2), backend="threads") == [(r, [3, 3]) for r in range(3)]
-    assert current().backend == "local"
-    new = set(threading.enumerate()) - before
-    assert not [t for t in new if t.name.startswith("pyg_sar")]
-
-
-def test_first_error_of_threads():
-    def work():
-        comm = current()
-        if comm.rank == 2:
-            raise KeyError("b")
-        comm.exchange(None, 0, torch.empty(1), 1 - comm.rank, label=("", "", "fetch")).wait()
-
-    with pytest.raises(WorkerError, match="Rank 2 failed: KeyError: 'b'") as caught:
-        launch(work, 3, backend="threads")
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_threads_compute_one_at_a_time():
-    """Between two waits no other thread of the group runs: neither a worker's nor an issuer's."""
-    running: list[str] = []
-
-    def compute() -> torch.Tensor:
-        mine = threading.current_thread().name
-        running.append(mine)
-        for _ in range(2000):
-            assert running == [mine]
-        running.clear()
-        return torch.ones(3)
-
-    def work() -> None:
-        comm = current()
-        for _ in range(5):
-            other, recv = 1 - comm.rank, torch.empty(3)
-            under_way = comm.exchange(compute, other, recv, other, label=("", "", "fetch"))
-            compute()
-            under_way.wait()
-            compute()
-            comm.barrier()
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        launch(work, 2, backend="threads", timeout=60)
-    finally:
-        sys.setswitchinterval(before)
-
-
-def test_a_thread_that_keeps_its_turn_loses_it(monkeypatch):
-    monkeypatch.setattr("pyg_sar.comm.issuer.PATIENCE", 0.05)
-    first, second = threading.Event(), threading.Event()
-
-    def work() -> None:
-        mine, other = (first, second) if current().rank == 0 else (second, first)
-        mine.set()
-        assert other.wait(60)  # The other sets it before it waits for a worker.
-        current().barrier()
-
-    launch(work, 2, backend="threads", timeout=60)
+def test_a_breakpoint_stops_a_part_and_the_others_wait():
+    """In this process, with its terminal and its objects; then all go on."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEBUGGED],
+        input="p comm.rank, sorted(met)\nimport time; time.sleep(1)\np sorted(met)\ncontinue\n",
+        env={**os.environ, "PYTHONBREAKPOINT": "pdb.set_trace"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (first, second), (*_, last) = (
+        [line for line in done.stdout.splitlines() if "(Pdb)" in line and "[" in line][:2],
+        done.stdout.splitlines(),
+    )
+    # Part 0 came before it, part 2 may compute while it waits; none goes through the barrier.
+    assert "(1, [0])" in first and second.endswith(("[0]", "[0, 2]")), done.stdout
+    assert last.partition("[")[2].startswith("0, 1, 2] [0, "), done.stdout
 
 
 def joins_late(mark: str) -> bool:

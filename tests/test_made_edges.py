@@ -120,7 +120,7 @@ def compute(case: Case, name: str, data: Data) -> list[Tensor]:
     torch.manual_seed(3)
     layer = LAYERS[name]().to(DOUBLE)
     if whole(data.x, "test") is not data.x:
-        layer = pyg_sar.distribute(layer, view="global")
+        layer = pyg_sar.distribute(layer)
     seed_everything(4)
     weight = data.edge_weight.clone().requires_grad_()
     x, edge_index, given = case(data, weight)
@@ -136,7 +136,7 @@ def compute(case: Case, name: str, data: Data) -> list[Tensor]:
 
 
 def sweep(root: str) -> list[str]:
-    data, wrong = pyg_sar.load_partition(root, view="global"), []
+    data, wrong = pyg_sar.load_partition(root), []
     for number, case in enumerate(CASES):
         for name in ("gcn", list(LAYERS)[1 + number % 3]):
             expected = compute(CASES[case], name, make_graph())
@@ -159,8 +159,8 @@ def made_by(calls: list[tuple[Any, ...]], layer: Any) -> list[int]:
 
 
 def recognised(root: str) -> None:
-    data, plain = pyg_sar.load_partition(root, view="global"), make_graph().edge_index
-    layer = pyg_sar.distribute(gnn.GraphConv(6, 3).to(DOUBLE), view="global")
+    data, plain = pyg_sar.load_partition(root), make_graph().edge_index
+    layer = pyg_sar.distribute(gnn.GraphConv(6, 3).to(DOUBLE))
     copies = [(data.x, plain.clone()) for _ in range(3)]
     assert made_by(copies, layer) == [1, 0, 0]
     assert made_by([(data.x.clone(), pyg.coalesce(data.edge_index)) for _ in range(3)], layer) == [
@@ -196,8 +196,8 @@ def test_long_lists_are_told_apart() -> None:
 
 def bounded(root: str) -> None:
     """A few lists are kept whatever they take; of many, as much as there is room for."""
-    data, layer = pyg_sar.load_partition(root, view="global"), gnn.SimpleConv()
-    layer, plain = pyg_sar.distribute(layer, view="global"), make_graph().edge_index
+    data, layer = pyg_sar.load_partition(root), gnn.SimpleConv()
+    layer, plain = pyg_sar.distribute(layer), make_graph().edge_index
     lists = [plain[:, k:] for k in range(30)]
     assert made_by([(data.x, edges) for edges in lists * 2], layer) == [1] * 30 + [0] * 30
     current().made_edges = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import threads
+from oracle import parts
 from test_operators import equal, layout, same_gradients
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -126,7 +126,7 @@ def test_every_module_is_right_or_refused(pytestconfig: pytest.Config) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [(info.name, one) for info in modules() for one in samples(info, most)]
-        for problems in threads(run, 2):
+        for problems in parts(run, 2):
             assert problems == []
     assert len({name for name, _ in found}) > 100
 
@@ -153,5 +153,5 @@ def test_recurrent_layers_in_single_precision() -> None:
         return texts
 
     for world in (1, 3):
-        for texts in threads(run, world, world):
+        for texts in parts(run, world, world):
             assert texts == []

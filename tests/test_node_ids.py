@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,6 @@ REFUSED = {
     "scalar": ({"root_idx": torch.tensor(3)}, r"\[K\] or \[2, K\]"),
     "number": ({"root_idx": 3}, r"\[K\] or \[2, K\] to be split .got \[\]"),
     "bool": ({"train_idx": torch.ones(4).bool()}, "should hold integers .got torch.bool of shape"),
-    "place": ({"train_idx": torch.tensor([1]), "train_idx_place": "a"}, "'train_idx_place' is the"),
     "keys": ({"split_idx": {1: torch.tensor([1])}}, "strings for keys"),
     "mixed dict": ({"split_idx": {"a": torch.tensor([1]), "b": "c"}}, "integers .got str"),
 }
@@ -234,33 +232,36 @@ def test_labels_of_graphs_are_no_ids(tmp_path: Path):
     assert torch.equal(merge_partitions(tmp_path / "parts").label, data.label)
 
 
-def test_older_partitions_warn(tmp_path: Path):
-    """Until version 4 ids were kept as they were."""
+def test_older_partitions(tmp_path: Path):
+    """Until version 4 ids were kept as they were: as any value that each worker has."""
     data = make_graph(NODES)
-    data.train_idx, data.roots = torch.tensor([3, 7]), torch.tensor([4])
-    data.cluster_idx = torch.arange(40) % 3
+    data.train_idx, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3
     hetero = make_hetero()
     hetero["paper"].val_idx = torch.tensor([4, 2])
-    hetero["author", "writes", "paper"].edge_label_index = torch.tensor([[3], [7]])
+    pairs = hetero["author", "writes", "paper"].edge_label_index = torch.tensor([[3], [7]])
     for graph, names in (
-        (data, {"train_idx", "roots", "cluster_idx"}),
+        (data, {"train_idx", "cluster_idx"}),
         (hetero, {"val_idx", "edge_label_index"}),
     ):
         root = tmp_path / type(graph).__name__
-        write_partitions(graph, 1, root, node_ids=dict.fromkeys(names, False))
+        write_partitions(graph, 2, root, "random", node_ids=dict.fromkeys(names, False))
         path = root / METADATA
         content = {**json.loads(path.read_text()), "version": 4}
         for row in (content, *content.get("hetero", {}).get("types", ())):
             row.pop("lists", None)
         del content["checksum"]
         path.write_text(with_checksum(content))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = pyg_sar.load_partition(root)
-        texts = [str(w.message) for w in caught if "may hold node ids" in str(w.message)]
-        assert {text.split("'")[1] for text in texts} == names
-        assert all("Partition the graph anew" in text for text in texts)
-        assert found is not None
+
+    def worker() -> bool:
+        plain = pyg_sar.load_partition(tmp_path / "Data")
+        typed = pyg_sar.load_partition(tmp_path / "HeteroData")
+        assert torch.equal(plain.train_idx, data.train_idx)
+        assert torch.equal(plain.cluster_idx.full_tensor(), data.cluster_idx)
+        assert torch.equal(plain.x[plain.train_idx].full_tensor(), data.x[data.train_idx])
+        assert torch.equal(typed["paper"].val_idx, hetero["paper"].val_idx)
+        return torch.equal(typed["author", "writes", "paper"].edge_label_index, pairs)
+
+    assert workers(worker, 2) == [True, True]
 
 
 # Training ####################################################################

@@ -103,7 +103,9 @@ def test_aggregations_of_integers(tmp_path: Path) -> None:
     for found in workers(_of_workers, 2, Partitions(tmp_path)(data, 2)):
         for k, here in enumerate(found):
             aggr = AGGREGATIONS[k // 2]
-            for one, value in zip(here, _aggregates(Rows(aggr=aggr), data.x, data.edge_index)):
+            for one, value in zip(
+                here, _aggregates(Rows(aggr=aggr), data.x, data.edge_index), strict=True
+            ):
                 assert type(one) is type(value), (aggr, one, value)
                 if isinstance(value, str):
                     assert one == value, aggr

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import time
 
 import pytest
 import torch
+from oracle import parts, workers
 
 from pyg_sar.comm.group import current
-from pyg_sar.comm.launch import launch
 from pyg_sar.comm.messages import (
     MEET,
+    PATIENCE,
     READ,
     RECEIVE,
     SEND,
@@ -23,7 +24,7 @@ from pyg_sar.comm.messages import (
     mark_of,
     to_text,
 )
-from pyg_sar.errors import CommTimeoutError, MismatchError, WorkerError
+from pyg_sar.errors import CommTimeoutError, WorkerError
 
 Messages = list[tuple[str, int, str]]
 
@@ -113,7 +114,7 @@ def test_a_state_travels():
     assert 0 <= mark_of("a") < 1 << 30 and mark_of("a") != mark_of("b")
 
 
-# On threads ##################################################################
+# On workers ##################################################################
 
 LABEL = ("conv", "forward", "fetch")
 
@@ -126,26 +127,9 @@ def exchange(dtype: torch.dtype = torch.float32) -> None:
         comm.exchange(rows, dst, torch.empty_like(rows), src, label=LABEL).wait()
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyg_sar.comm.inprocess.PATIENCE", 0.05)
+def test_different_tensors():
+    """Of parts; test_failures has workers."""
 
-
-def test_threads_that_run_different_operations(impatient):
-    def extra() -> None:
-        exchange()
-        if current().rank == 0:
-            current().all_reduce(torch.ones(1), label=("", "forward", "mean"))
-        exchange()
-        current().barrier()
-
-    with pytest.raises(WorkerError, match="MismatchError: The workers run different op") as caught:
-        launch(extra, 3, backend="threads", timeout=60)
-    assert "forward mean" in str(caught.value) and "conv forward fetch" in str(caught.value)
-    assert isinstance(caught.value.__cause__, MismatchError | WorkerError)
-
-
-def test_threads_with_different_tensors(impatient):
     def other_dtype() -> None:
         exchange(torch.float64 if current().rank == 1 else torch.float32)
 
@@ -153,29 +137,32 @@ def test_threads_with_different_tensors(impatient):
         current().all_reduce(torch.ones(3 + current().rank))
 
     with pytest.raises(WorkerError, match=r"Rank \d expects 'conv forward fetch, float"):
-        launch(other_dtype, 3, backend="threads", timeout=60)
-    with pytest.raises(WorkerError, match=r"Rank \d expects 'sum \(sum\), float32 \[\d\]' from"):
-        launch(other_sum, 2, backend="threads", timeout=60)
+        parts(other_dtype, 3)
+    with pytest.raises(WorkerError, match=r"Rank \d expects 'all_reduce \(sum\) \[sum\], float32"):
+        parts(other_sum, 2)
 
 
-def test_a_thread_that_computes_keeps_the_others_waiting(impatient):
-    free = threading.Event()
+def test_a_worker_that_computes_keeps_the_others_waiting():
+    """For longer than the time after which a wait is looked into."""
 
     def work() -> None:
         comm = current()
         for step in range(2):
             if comm.rank == step:
-                free.wait(1.0)  # Many times the patience.
+                time.sleep(1.5 * PATIENCE)
             exchange()
             comm.barrier()
         if comm.rank == 0:
             with pytest.raises(CommTimeoutError, match="did not end within"):
                 comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait(0.3)
-            free.set()
+            comm.all_gather_object("it is over")
             comm.exchange(None, 1, torch.empty(1), 1, label=LABEL)
         else:
-            free.wait(60)
-            for _ in range(2 * (comm.rank == 1)):
+            time.sleep(1.0 if comm.rank == 1 else 0.0)
+            if comm.rank == 1:
+                comm.exchange(torch.ones(1), 0, None, 0, label=LABEL).wait()
+            comm.all_gather_object("it is over")
+            if comm.rank == 1:
                 comm.exchange(torch.ones(1), 0, None, 0, label=LABEL).wait()
 
-    launch(work, 3, backend="threads", timeout=60)
+    workers(work, 3)

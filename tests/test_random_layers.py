@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import apart, assemble, make_graph
+from oracle import apart, make_graph, whole
 from torch_geometric.nn import (
     GAT,
     FAConv,
     GATConv,
     GATv2Conv,
     GCNConv,
-    GPSConv,
     GraphConv,
     MessagePassing,
     RGATConv,
@@ -119,32 +118,28 @@ def two_steps(model, data):
         x = data.x.clone().requires_grad_()
         out = model(*arguments(model, data, x))
         (out.square().sum() + out.sum()).backward()
-        outs.append(out.detach())
+        outs.append(whole(out.detach()))
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return torch.cat(outs, 1), x.grad, gradients, torch.rand(())
+    return torch.cat(outs, 1), whole(x.grad), gradients, torch.rand(())
 
 
 def work(root, models, policies):
-    data = pyg_sar.load_partition(root, view="local")
-    found = []
+    data, found = pyg_sar.load_partition(root), []
     for model in models:
         for policy in policies:
-            mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
-            found.append((data.n_id, *two_steps(mine, data)))
+            found.append(two_steps(pyg_sar.distribute(copy.deepcopy(model), policy), data))
     return found
 
 
-def whole(results):
-    """The rows of all nodes; parameter gradients and what was drawn next must be alike."""
-    ids = [result[0] for result in results]
-    rows = [assemble([(i, r[k]) for i, r in zip(ids, results, strict=True)], 40) for k in (1, 2)]
+def alike(results):
+    """What one worker found; the others have found the same."""
     first = results[0]
     for result in results:
-        assert torch.equal(result[4], first[4])
-        for mine, other in zip(result[3], first[3], strict=True):
+        assert torch.equal(result[3], first[3])
+        for mine, other in zip((*result[:2], *result[2]), (*first[:2], *first[2]), strict=True):
             assert (mine is None) == (other is None)
             assert mine is None or torch.allclose(mine, other, rtol=1e-10, atol=1e-10)
-    return (*rows, first[3], first[4])
+    return first
 
 
 def assert_same(found, expected, title):
@@ -185,7 +180,7 @@ def test_as_one_process_draws_and_as_any_number_of_workers(name, parts):
     for world in (1, 3):
         workers = host(work, world, parts / str(world), [model], policies)
         for k, policy in enumerate(policies):
-            found = whole([worker[k] for worker in workers])
+            found = alike([worker[k] for worker in workers])
             title = f"{name}, {world} workers, {policy}"
             assert_same(found, expected.setdefault(policy.random, found), title)
     if name != "nothing random":
@@ -204,14 +199,14 @@ def test_processes_draw_alike_where_rows_travel_and_where_they_are_read(parts):
         far = pyg_sar.launch(work, 3, parts / "3", models, policies, backend="gloo")
     for workers in (near, far):
         for k, name in enumerate(names):
-            found = [whole([worker[2 * k + s] for worker in workers]) for s in (0, 1)]
+            found = [alike([worker[2 * k + s] for worker in workers]) for s in (0, 1)]
             assert_same(found[0], expected[k], name)
-            assert_same(found[1], whole([keyed[k]]), f"{name}, keyed")
+            assert_same(found[1], alike([keyed[k]]), f"{name}, keyed")
 
 
 def counted(root, model, policy):
-    data = pyg_sar.load_partition(root, view="local")
-    mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
+    data = pyg_sar.load_partition(root)
+    mine = pyg_sar.distribute(copy.deepcopy(model), policy)
     with pyg_sar.Ledger(current()) as ledger:
         two_steps(mine, data)
     return ledger.events("fused attention")
@@ -227,27 +222,25 @@ def test_the_kernels_compute_what_they_compute_without(parts):
 
 def test_without_a_policy_each_worker_draws_its_own(parts):
     results = host(work, 2, parts / "2", [made("gat")], [SARPolicy()])
-    whole_graph = two_steps(made("gat"), DATA)
-    rows = assemble([(r[0][0], r[0][1]) for r in results], 40)
-    assert not torch.allclose(rows, whole_graph[0])
+    assert not torch.allclose(results[0][0][0], two_steps(made("gat"), DATA)[0])
 
 
 def test_evaluation_draws_nothing(parts):
     def evaluated(root, model, policy):
-        data = pyg_sar.load_partition(root, view="local")
-        mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local").eval()
+        data = pyg_sar.load_partition(root)
+        mine = pyg_sar.distribute(copy.deepcopy(model), policy).eval()
         torch.manual_seed(3)
         state = torch.get_rng_state()
         out = mine(data.x, data.edge_index)
-        return data.n_id, out.detach(), torch.equal(torch.get_rng_state(), state)
+        return whole(out.detach()), torch.equal(torch.get_rng_state(), state)
 
     model = made("GAT")
     expected = copy.deepcopy(model).eval()(DATA.x, DATA.edge_index)
     for policy in (SARPolicy(random="same"), SARPolicy(random="keyed")):
         results = host(evaluated, 2, parts / "2", model, policy)
-        assert all(result[2] for result in results)
-        rows = assemble([result[:2] for result in results], 40)
-        torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
+        for rows, same in results:
+            assert same
+            torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
 
 
 # Refused #####################################################################
@@ -287,9 +280,9 @@ class Plain(torch.nn.Module):
 
 
 def refused(root, model, policy, unlike=False):
-    data = pyg_sar.load_partition(root, view="local")
-    mine = pyg_sar.distribute(copy.deepcopy(model).double(), policy, view="local")
-    torch.manual_seed(data.n_id[0] if unlike else 0)
+    data = pyg_sar.load_partition(root)
+    mine = pyg_sar.distribute(copy.deepcopy(model).double(), policy)
+    torch.manual_seed(current().rank if unlike else 0)
     for _ in range(2):
         mine(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
 
@@ -308,6 +301,10 @@ def some(model, x, edge_index):
 
 def shuffled(model, x, edge_index):
     return model.conv(x[torch.randperm(x.size(0))], edge_index)
+
+
+def before(model, x, edge_index):
+    return model.conv(F.dropout(x, 0.5), edge_index)
 
 
 def transposed(model, x, edge_index):
@@ -340,18 +337,15 @@ REFUSED = {
         Between(),
         r"random numbers between edge_updater\(\) and propagate\(\)",
     ),
-    "a function of the model that isn't known": (Plain(after), "Plain.*'.*dropout1d' is not known"),
-    "nodes on another axis": (
-        Plain(deeper),
-        r"which is neither a row for each of the \[\d+\] nodes",
-    ),
-    "some of the nodes": (Plain(some), "for a tensor that is another one on each worker"),
-    "a permutation": (Plain(shuffled), "randperm' is not known"),
-    "nodes in another order": (Plain(transposed), "Plain.*lies in memory in another order"),
-    "dense attention": (
-        GPSConv(6, GCNConv(6, 6), attn_kwargs={"dropout": 0.5}),
-        "can't draw the dropout of 'attn'.*set its dropout to 0",
-    ),
+}
+RIGHT = {
+    "by feature": Plain(after),
+    "nodes on another axis": Plain(deeper),
+    "some of the nodes": Plain(some),
+    "a permutation": Plain(shuffled),
+    "nodes in another order": Plain(transposed),
+    "edges in another order": Plain(permuted),
+    "drawn before the model": Plain(before),
 }
 
 
@@ -363,13 +357,22 @@ def test_refused(case, parts):
         host(refused, 2, parts / "2", model, policy)
 
 
-def test_edges_in_an_unknown_order_are_refused_where_they_draw(parts):
-    model = Plain(permuted)
-    host(refused, 2, parts / "2", model, SARPolicy(random="same"))
-    model.conv = GATv2Conv(6, 6, dropout=0.5, add_self_loops=False)
-    for policy in random("same"):
-        with pytest.raises(WorkerError, match="isn't known where they stand"):
-            host(refused, 2, parts / "2", model, policy)
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_model_draws_as_one_process(case, parts):
+    model = RIGHT[case].double()
+    expected = two_steps(copy.deepcopy(model), DATA)
+    found = alike([w[0] for w in host(work, 2, parts / "2", [model], random("same", POLICIES[:1]))])
+    assert_same(found, expected, case)
+
+
+def test_edges_in_another_order_drop_the_same_messages(parts):
+    model = Plain(permuted).double()
+    model.conv = GATv2Conv(6, 6, dropout=0.5, add_self_loops=False).double()
+    policies = random("same")
+    results = host(work, 2, parts / "2", [model], policies)
+    expected = two_steps(copy.deepcopy(model), DATA)
+    for k, policy in enumerate(policies):
+        assert_same(alike([worker[k] for worker in results]), expected, str(policy))
 
 
 def test_generators_in_other_states_are_told(parts):
@@ -377,26 +380,6 @@ def test_generators_in_other_states_are_told(parts):
         for strength in ("same", "keyed"):
             with pytest.raises(WorkerError, match="same state.*manual_seed.*one seed"):
                 host(refused, 2, parts / "2", model, SARPolicy(random=strength), True)
-
-
-def dropped_outside(root):
-    data = pyg_sar.load_partition(root, view="local")
-    conv = pyg_sar.distribute(GCNConv(6, 3).double(), SARPolicy(random="same"), view="local")
-    torch.manual_seed(0)
-    for _ in range(2):
-        conv(F.dropout(data.x, 0.5), data.edge_index)
-
-
-def test_dropout_outside_the_model_is_noticed(parts):
-    with pytest.raises(WorkerError, match="GCNConv.*not. Call torch.manual_seed"):
-        host(dropped_outside, 3, parts / "3")
-
-
-def test_threads_share_a_generator(parts):
-    with pytest.raises(WorkerError, match="workers that are threads share PyTorch's"):
-        pyg_sar.launch(
-            refused, 2, parts / "2", made("gat"), SARPolicy(random="same"), backend="threads"
-        )
 
 
 def test_the_policy_is_checked():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from coverage_case import Case, dressed
@@ -18,7 +17,7 @@ from coverage_modules import TABLES
 from coverage_run import Pass, build, one_pass
 from hypothesis import Phase, assume, given, note, settings
 from hypothesis import strategies as st
-from oracle import make_graph
+from oracle import make_graph, workers
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -72,23 +71,21 @@ def parts(draw: st.DrawFn, nodes: int, world: int) -> Tensor:
     return torch.tensor(used)[pick]
 
 
-def two_passes(case: Case, module: torch.nn.Module, data: Data, mean: Any) -> list[Pass]:
+def two_passes(case: Case, module: torch.nn.Module, data: Data) -> list[Pass]:
     """From the same parameters; the second with everything that the first has kept."""
     start = copy.deepcopy(module.state_dict())
-    first = one_pass(case, module, data, mean)
+    first = one_pass(case, module, data)
     module.load_state_dict(start)
-    return [first, one_pass(case, module, data, mean)]
+    return [first, one_pass(case, module, data)]
 
 
 def worker(root: Path, case: Case, plain: torch.nn.Module, policy: SARPolicy) -> list[Pass]:
-    data = pyg_sar.load_partition(root, view="local")
-    module = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
-    return two_passes(case, module, data, pyg_sar.mean)
+    data = pyg_sar.load_partition(root)
+    return two_passes(case, pyg_sar.distribute(copy.deepcopy(plain), policy), data)
 
 
 def is_finite(found: Pass) -> bool:
-    tensors = [*found.outs, *found.node_grads.values(), *found.edge_grads.values()]
-    tensors += list(found.parameter_grads.values())
+    tensors = [*found.outs, *found.input_grads.values(), *found.parameter_grads.values()]
     return all(bool(t.isfinite().all()) for t in tensors if t is not None)
 
 
@@ -99,7 +96,7 @@ def difference(
     plain = build(case)
     single = copy.deepcopy(plain)
     try:
-        expected = two_passes(case, single, graph, torch.mean)
+        expected = two_passes(case, single, graph)
     except (RuntimeError, IndexError, ValueError):
         return None
     if not all(map(is_finite, expected)):
@@ -108,11 +105,9 @@ def difference(
     pyg_sar.write_partitions(graph, world, root, part, overwrite=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
-        workers = pyg_sar.launch(
-            worker, world, root, case, plain, policy, backend="threads", timeout=30.0
-        )
+        everyone = workers(worker, world, root, case, plain, policy)
     for step in range(2):
-        found = exact_errors([passes[step] for passes in workers], expected[step], LEAST)
+        found = exact_errors([passes[step] for passes in everyone], expected[step], LEAST)
         wrong = {key: value for key, value in found.items() if not value <= TOLERANCE}
         if graph.num_edges == 0:  # one process gives zeros to what its empty messages read
             zeros = {

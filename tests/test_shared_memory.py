@@ -267,6 +267,7 @@ def test_rows_are_published_once_for_all_neighbours(piece):
         comm = current()
         assert comm.sharing is not None
         plan = ring_plan(comm, 40)
+        published_rows(plan, comm.sharing)  # Workers tell each other, once.
         near = comm.sharing.local_peers
         sizes: list[int] = []
         take = near.take

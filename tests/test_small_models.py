@@ -25,8 +25,6 @@ REFUSED = {
     "two_nodes_at_a_time": "'aten.view' of node tensors (shapes [48, 8]; rank 0) to [24, 2, 8] "
     "would not keep rows together",
     "random_slopes": "'aten.rrelu_with_noise' of node tensors",
-    "norms_over_nodes_as_a_sequence": "InstanceNorm1d got a tensor of shape [1, 8, 48] with its "
-    "nodes along axis 2",
 }
 """Models that are refused on several workers, and a part of the error's text."""
 
@@ -38,6 +36,7 @@ ALWAYS = (
     *("layer_of_a_computed_weight", "layer_with_a_mean_over_all_nodes", "gps_layer"),
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
+    "norms_over_nodes_as_a_sequence",
 )
 """Models that always run, on 2 workers."""
 

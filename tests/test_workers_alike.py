@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from oracle import Partitions, make_graph, threads
+from oracle import Partitions, make_graph, workers
 from torch_geometric.nn import GAT, GraphNorm
 
 import pyg_sar
@@ -17,8 +17,8 @@ from pyg_sar.train.config import TrainConfig
 
 
 def change(root, where, name, value, learns):
-    data = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, norm=GraphNorm(4)).double(), view="local")
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, norm=GraphNorm(4)).double())
     with torch.set_grad_enabled(learns):
         model(data.x, data.edge_index).sum()
         if pyg_sar.comm.current().rank == 1:
@@ -34,7 +34,7 @@ def test_an_attribute_changed_on_one_worker(learns, tmp_path):
     for where, name, value in (("convs.1", "negative_slope", 0.5), ("norms.0", "eps", 0.1)):
         message = f"'{where}.{name}: {value}' at rank 1, '{where}.{name}: "
         with pytest.raises(WorkerError, match=message):
-            threads(change, 2, root, where, name, value, learns)
+            workers(change, 2, root, where, name, value, learns)
 
 
 def stops_in_a_debugger():
@@ -42,7 +42,7 @@ def stops_in_a_debugger():
 
 
 def test_a_breakpoint_in_a_worker_process_says_how_to_debug():
-    with pytest.raises(WorkerError, match=r"no terminal in a worker process.*backend='threads'"):
+    with pytest.raises(WorkerError, match=r"no terminal in a worker.*run\(fn, parts=P\)"):
         pyg_sar.launch(stops_in_a_debugger, 1, env={"PYTHONBREAKPOINT": "pdb.set_trace"})
 
 
@@ -55,20 +55,3 @@ def test_what_an_interrupted_run_leaves(tmp_path):
     config = RunConfig(parts=str(root), train=train, checkpoint=path, progress="none")
     train_worker(config)
     assert os.path.exists(path) and "the state after epoch 3" in say_kept(config)
-
-
-def means(swapped):
-    values = torch.arange(3.0), torch.arange(3.0) + pyg_sar.comm.current().rank
-    if swapped and pyg_sar.comm.current().rank == 1:
-        b = pyg_sar.mean(values[1])
-        a = pyg_sar.mean(values[0])
-    else:
-        a = pyg_sar.mean(values[0])
-        b = pyg_sar.mean(values[1])
-    return float(a), float(b)
-
-
-def test_means_in_another_order():
-    assert threads(means, 2, False) == [(1.0, 1.5)] * 2
-    with pytest.raises(WorkerError, match=r"mean at .*alike.py:\d+.*mean at .*alike.py:\d+"):
-        threads(means, 2, True)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.comm.environment import WorkerInfo
-from pyg_sar.comm.issuer import ComputeLock, NoLock
 from pyg_sar.comm.messages import MEET, RECEIVE, SEND, Posts, name_of
 from pyg_sar.comm.processes import interface_to
 from pyg_sar.errors import PygSarError
@@ -59,7 +58,6 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.compute_lock: ComputeLock | NoLock = NoLock()
         self.posts = Posts()
 
     # ``where`` names the operation; it is the same on all ranks that take part.

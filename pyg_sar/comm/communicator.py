@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +38,6 @@ from pyg_sar.ledger import Label, spoken
 from pyg_sar.wording import counted
 
 
-class Listener(Protocol):
-    """An object that is told where a backward pass is."""
-
-    def returning(self) -> None:
-        """Is called when the pass begins to return gradients of rows."""
-
-
 class Communicator(ABC):
     """Transfers between the workers of a group.
 
@@ -73,8 +65,6 @@ class Communicator(ABC):
         """Operations between workers that read each other's memory, if there are such."""
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
-        self.global_pass = -1
-        """The last backward pass in which an operator was given a node tensor."""
         self.layouts: dict[int, Any] = {}
         """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
@@ -82,21 +72,6 @@ class Communicator(ABC):
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False
-        self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
-        self._joined = 0
-
-    def add_listener(self, listener: Listener) -> None:
-        """Has :meth:`returning` call ``listener``, as long as that lives; alike on every worker."""
-        self._listeners[self._joined] = listener
-        self._joined += 1
-
-    def returning(self) -> None:
-        """Tells the listeners that a backward pass begins to return gradients of rows.
-
-        Every worker calls it at the same places of its program.
-        """
-        for _, listener in sorted(self._listeners.items()):
-            listener.returning()
 
     def __repr__(self) -> str:
         return (
@@ -324,7 +299,7 @@ class GroupCommunicator(Communicator):
         self._transport = transport
         self._watch = watch
         name = f"pyg_sar issuer {self.rank}"
-        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.compute_lock)
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort)
         self._local_peers = local_peers
         if local_peers is not None:
             local_peers.posts = transport.posts
@@ -341,8 +316,7 @@ class GroupCommunicator(Communicator):
         doing: str,
     ) -> Work:
         ledgers = list(self.ledgers)
-        everything = self._local_peers is not None and self._local_peers.carries_all
-        shared = self.sharing if everything else None
+        shared = self.sharing
 
         def task() -> None:
             packed = [(peer, pack(send)) for peer, send in sends]

@@ -252,8 +252,7 @@ def join(
 def check_init(backend: str | None, timeout: float) -> None:
     """Raises ``ValueError`` on arguments of :func:`init` that make no sense."""
     if backend is not None and backend not in TRANSPORTS:
-        hint = " ('threads' is for pyg_sar.launch())" if backend == "threads" else ""
-        raise ValueError(f"backend={backend!r} must be one of {', '.join(TRANSPORTS)}{hint}")
+        raise ValueError(f"backend={backend!r} must be one of {', '.join(TRANSPORTS)}")
     if backend is not None:
         TRANSPORTS[backend].check()
     if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):

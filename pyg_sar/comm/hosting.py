@@ -90,7 +90,7 @@ class _NotOfParts:
     def __init__(self, parts: int, workers: int) -> None:
         self._text = (
             f"torch.distributed's default group is that of the {counted(workers, 'workers')}, not "
-            f"of the {counted(parts, 'parts')} that this program runs for. Call pyg_sar.mean(), or "
+            f"of the {counted(parts, 'parts')} that this program runs for. Call "
             "rank, world_size, all_reduce(), all_gather() or broadcast() of pyg_sar.comm.current()"
         )
 

@@ -6,15 +6,6 @@ of a communicator (halo rows, gradient sums, collectives) therefore goes through
 first-out queue that one thread empties: the order on the wire is the order of the calls, and the
 order of the calls is the program's, the same on every rank. A task packs, posts and waits; only
 then does the next one start. The caller goes on meanwhile, which is what prefetching is.
-
-[Note: One at a time]
-Workers as threads gain little by computing at once: the interpreter runs one of them at a time.
-They lose by it: PyTorch's Python layer (dispatch modes, tensor subclasses, lazily written code) and
-PyTorch Geometric's generated modules are not made for several threads at the same instant, and a
-debugger's prompt is of no use while others print into it. A thread therefore computes while it
-holds a lock, and releases it wherever it waits for another worker. A thread that keeps the lock for
-long without waiting there (in a debugger, or for something that another worker must do first) loses
-it: nothing can hang that would not hang without the lock.
 """
 
 from __future__ import annotations
@@ -30,66 +21,6 @@ import torch
 
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label, spoken
-
-# Threads that compute one at a time ###########################################
-
-PATIENCE = 2.0  # Seconds that a thread may keep the lock while others want it.
-
-
-class ComputeLock:
-    """The lock under which the threads of a group compute. See [Note: One at a time]."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._holder: int | None = None
-        self._number = 0
-        self._member = threading.local()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the lock in the block, except where it is :meth:`released`."""
-        self._acquire()
-        self._member.inside = True
-        try:
-            yield
-        finally:
-            self._member.inside = False
-            self._release()
-
-    @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
-        """Lets others compute during the block, in which this thread waits for one of them."""
-        inside = getattr(self._member, "inside", False)
-        if inside:
-            self._release()
-        try:
-            yield
-        finally:
-            if inside:
-                self._acquire()
-
-    def _acquire(self) -> None:
-        with self._changed:
-            while self._holder is not None:
-                seen = self._number
-                self._changed.wait(PATIENCE)
-                if self._number == seen:
-                    break  # Free, or kept for too long.
-            self._holder = threading.get_ident()
-            self._number += 1
-
-    def _release(self) -> None:
-        with self._changed:
-            if self._holder == threading.get_ident():
-                self._holder = None
-                self._changed.notify()
-
-
-class NoLock:
-    """No lock: threads compute whenever they can."""
-
-    held = released = staticmethod(contextlib.nullcontext)
-
 
 # Work on a GPU ################################################################
 
@@ -182,8 +113,7 @@ class Work:
         issuer = self._issuer
         while issuer is not None and not self._ended.is_set():
             started = issuer.started
-            with issuer.compute_lock.released():
-                ended = self._ended.wait(issuer.timeout + GRACE if timeout is None else timeout)
+            ended = self._ended.wait(issuer.timeout + GRACE if timeout is None else timeout)
             if not ended and timeout is not None:
                 raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
             if not ended and issuer.started == started:
@@ -207,7 +137,6 @@ class Issuer:
         timeout: Seconds that one task may take.
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
-        compute_lock: Of threads that compute one at a time.
 
     Attributes:
         started: Operations begun.
@@ -219,10 +148,8 @@ class Issuer:
         timeout: float,
         diagnose: Callable[[BaseException, str], BaseException],
         abort: Callable[[], None],
-        compute_lock: ComputeLock | NoLock,
     ) -> None:
         self.timeout = timeout
-        self.compute_lock = compute_lock
         self.broken: BaseException | None = None
         self._diagnose = diagnose
         self._abort = abort
@@ -289,8 +216,7 @@ class Issuer:
         # the process: have it back before a waiter learns of the error, and ends the program.
         self._abort()
         if threading.current_thread() is not self._thread:
-            with self.compute_lock.released():
-                self._idle.wait(SETTLE)
+            self._idle.wait(SETTLE)
         with self._lock:
             for work in self._open.values():
                 work._end(self.broken)
@@ -309,18 +235,16 @@ class Issuer:
             self._closed = True
             self._queue.put(None)
         if self.broken is None and threading.current_thread() is not self._thread:
-            with self.compute_lock.released():
-                self._thread.join(self.timeout + GRACE)
+            self._thread.join(self.timeout + GRACE)
 
     def _loop(self) -> None:
         while (entry := self._queue.get()) is not None:
-            with self.compute_lock.held():
-                work, handed = entry[0], [entry[1]]
-                del entry
-                if self.broken is None:
-                    self._run(work, handed)
-                # Hold no buffer while waiting for the next task.
-                del work, handed
+            work, handed = entry[0], [entry[1]]
+            del entry
+            if self.broken is None:
+                self._run(work, handed)
+            # Hold no buffer while waiting for the next task.
+            del work, handed
 
     def _run(self, work: Work, handed: list[Task]) -> None:
         self._doing = work.doing

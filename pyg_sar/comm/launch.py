@@ -30,13 +30,10 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.group import adopt, check_init, current, finalize, is_open, join
+from pyg_sar.comm.group import check_init, current, finalize, is_open, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
-from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
-from pyg_sar.comm.meeting import read_switch
-from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
+from pyg_sar.comm.messages import RESUME, is_consequence
 from pyg_sar.comm.processes import find_process
 from pyg_sar.comm.store import host_store
 from pyg_sar.comm.watch import HALTED, read_limits
@@ -85,8 +82,7 @@ def launch(
         store: A directory where parts wait: in files without names, so that nothing is left of
             them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
             stay in memory.
-        backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
-            process, for debugging.
+        backend: As for :func:`pyg_sar.init`.
         threads_per_worker: Threads that each worker computes with. By default
             ``OMP_NUM_THREADS`` where it is set, else this machine's cores divided by the workers.
         timeout: Seconds that one operation between workers may take.
@@ -102,18 +98,13 @@ def launch(
             are ended before.
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
     """
-    _check(fn, num_workers, backend, threads_per_worker, timeout, env)
+    _check(fn, num_workers, threads_per_worker, env)
+    check_init(backend, timeout)
     hosting = Hosting.of(parts, memory, store)
     if store != PINNED:
         check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
-    if backend == "threads":
-        if env is not None or threads_per_worker is not None:
-            raise ValueError(
-                "'env' and 'threads_per_worker' are for processes: not with backend='threads'"
-            )
-        return _run_threads(fn, num_workers, args, timeout)
     task = _pack((fn, args), "fn or an argument", -1)
     work = _pack((task, backend, timeout, hosting), "the task", -1)
     meeting_place = host_store("127.0.0.1", 0)
@@ -187,14 +178,7 @@ def run(
     raise error  # Not while the failure is handled: it would be its own context.
 
 
-def _check(
-    fn: Any,
-    num_workers: Any,
-    backend: str | None,
-    threads_per_worker: Any,
-    timeout: float,
-    env: Any,
-) -> None:
+def _check(fn: Any, num_workers: Any, threads_per_worker: Any, env: Any) -> None:
     _check_function(fn)
     for name, number in (("num_workers", num_workers), ("threads_per_worker", threads_per_worker)):
         whole = isinstance(number, int) and not isinstance(number, bool)
@@ -205,7 +189,6 @@ def _check(
         and all(isinstance(text, str) for row in env.items() for text in row)
     ):
         raise TypeError(f"env={env!r} must be a mapping of texts to texts, {{'NAME': 'value'}}")
-    check_init(None if backend == "threads" else backend, timeout)
 
 
 def _check_function(fn: Any) -> None:
@@ -267,6 +250,8 @@ def _environment(
         threads = max(1, _cores() // num_workers)
     if threads is not None:
         common["OMP_NUM_THREADS"] = str(threads)
+    # All workers go through a set of strings in one order.
+    common.setdefault("PYTHONHASHSEED", "0")
     # Frees large buffers to the system at once; glibc reads this when a process starts.
     common.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     # Large buffers in pages of 2 MB where the system has them: a few faults each, not thousands.
@@ -466,9 +451,8 @@ def _no_terminal(error: BaseException) -> BaseException:
     """Returns the error for ``breakpoint()`` in a worker process, whose input is empty."""
     reason = RuntimeError(
         "breakpoint() has no terminal in a worker process of launch(). Debug with "
-        "launch(..., backend='threads'), whose workers are threads of the calling process, or with "
-        "pyg_sar.run(fn, parts=P) in a single process; or attach a debugger to the worker (its "
-        f"process id is {os.getpid()} in this run)"
+        "pyg_sar.run(fn, parts=P), whose parts take turns in the calling process; or attach a "
+        f"debugger to the worker (its process id is {os.getpid()} in this run)"
     )
     return reason.with_traceback(error.__traceback__)
 
@@ -500,51 +484,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
             stream.flush()
-
-
-# Threads #####################################################################
-
-
-def _run_threads(fn: Callable[..., T], num: int, args: tuple[Any, ...], timeout: float) -> list[T]:
-    """Runs the workers as threads of this process."""
-    hub = Hub(num, timeout)
-    near = num > 1 and read_switch() != "0"
-    local_peers = [ThreadPeers(hub, rank) if near else None for rank in range(num)]
-    results: list[Any] = [None] * num
-    failures: list[tuple[bool, WorkerError, BaseException]] = []
-
-    def run(rank: int) -> None:
-        transport = ThreadTransport(hub, rank, torch.device("cpu"))
-        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, local_peers[rank])
-        adopt(comm)
-        with hub.compute_lock.held():
-            try:
-                results[rank] = fn(*args)
-            except BaseException as error:  # SystemExit included: the caller must learn of it.
-                comm.report(error)
-                failure, consequence = _describe(error, rank)
-                failures.append((consequence, failure, error))
-            finally:
-                comm.close()
-
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"pyg_sar rank {rank}", daemon=True)
-        for rank in range(num)
-    ]
-    try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads) and not failures:
-            for thread in threads:
-                thread.join(0.05)
-    except BaseException as error:  # KeyboardInterrupt: the workers must not run on.
-        hub.fail(failed(LAUNCHER, error), LAUNCHER)
-        raise
-    end = time.monotonic() + CASCADE
-    for thread in threads:
-        # After a failure the others end at their next operation; a thread can't be killed.
-        thread.join(max(0.0, end - time.monotonic()) if failures else None)
-    if failures:
-        _, failure, origin = min(failures, key=lambda item: item[0])
-        raise failure from origin
-    return results

@@ -45,6 +45,7 @@ class PartWork(Work):
         """Waits until the data is there."""
         if not self.done():
             self._finish()
+            self._finish = lambda: None  # Nor is what it received into kept.
             self._end()
 
 

@@ -268,7 +268,6 @@ class SharedMemory(LocalPeers):
     """
 
     name = "shared memory"
-    carries_all = True
 
     def __init__(
         self, rank: int, links: Mapping[int, Link], timeout: float, complete: bool = False

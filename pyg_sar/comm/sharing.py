@@ -71,7 +71,6 @@ class LocalPeers(ABC):
 
     Attributes:
         ranks: The local peers.
-        carries_all: Whether plain exchanges with local peers should go this way too.
         name: What ledgers call it.
         posts: Where messages are noted: with the backend's messages.
         complete: Whether all workers of the group are local peers of each other that can
@@ -79,7 +78,6 @@ class LocalPeers(ABC):
     """
 
     ranks: frozenset[int]
-    carries_all: bool
     name: str
     posts: Posts
     complete: bool = False

@@ -47,20 +47,6 @@ def generator_mark(device: torch.device) -> int:
     return mark
 
 
-def refuse_shared_generator(comm: Communicator, strength: str) -> None:
-    """Raises where workers are threads that draw from one generator.
-
-    Raises:
-        ValueError: In that case.
-    """
-    if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
-        raise ValueError(
-            f"random='{strength}' needs a generator of its own on each worker, and workers that "
-            f"are threads share PyTorch's (rank {comm.rank}): start processes "
-            "(backend='gloo'), or parts of one process"
-        )
-
-
 def check_alike(comm: Communicator, mark: int, title: str, strength: str) -> None:
     """Raises where the workers' generators were in other states. All workers call this together.
 
@@ -133,7 +119,6 @@ class EdgeDraws:
     ) -> None:
         self._comm, self._device = edge_index.plan.comm, edge_index.device
         self._draws, self._title, self._silent = Draws(strength), title, silent
-        refuse_shared_generator(self._comm, strength)
         self._count = edge_index.size(1)
         self._numbers: tuple[Tensor, int] | None = None
         if not silent and strength == "same":

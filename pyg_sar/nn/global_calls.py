@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    HANConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
@@ -197,8 +198,11 @@ class _Call:
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
         layer: Any = self.module
-        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        several = self.comm.world_size > 1
+        learns = torch.is_grad_enabled() and several
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        if several and not learns:
+            layer.shared_parameters.compare(layer, self.comm)
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
@@ -551,7 +555,7 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""

@@ -35,7 +35,6 @@ from pyg_sar.message.edge_draws import (
     generator_mark,
     in_other_order,
     out_of_order,
-    refuse_shared_generator,
     told_order,
     unlike,
 )
@@ -258,7 +257,6 @@ class DrawsOfLayers:
     """
 
     def __init__(self, comm: Communicator, strength: Strength) -> None:
-        refuse_shared_generator(comm, strength)
         self.comm, self.strength = comm, strength
         self.open: list[ModelDraws] = []
 

@@ -5,62 +5,13 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor
 from torch_geometric.utils import get_laplacian
 
-from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.space.index_space import DistEdgeIndex
-
-
-class HANMixin(gnn.HANConv):
-    """Semantic attention with the mean over the nodes of all workers."""
-
-    def forward(
-        self,
-        x_dict: dict[str, Tensor],
-        edge_index_dict: dict[Any, Any],
-        return_semantic_attention_weights: bool = False,
-    ) -> Any:
-        shape = (-1, self.heads, self.out_channels // self.heads)
-        x = {
-            kind: self.proj[kind](value).view(value.size(0), *shape[1:])
-            for kind, value in x_dict.items()
-        }
-        found: dict[str, list[Tensor]] = {kind: [] for kind in x_dict}
-        for edge_type, edge_index in edge_index_dict.items():
-            source, _, target = edge_type
-            name = "__".join(edge_type)
-            pair = (x[source], x[target])
-            alpha = (
-                (pair[0] * self.lin_src[name]).sum(dim=-1),
-                (pair[1] * self.lin_dst[name]).sum(dim=-1),
-            )
-            found[target].append(F.relu(self.propagate(edge_index, x=pair, alpha=alpha)))
-        joined = {kind: self._semantic(outs) for kind, outs in found.items()}
-        out = {kind: values for kind, (values, _) in joined.items()}
-        if return_semantic_attention_weights:
-            return out, {kind: weights for kind, (_, weights) in joined.items()}
-        return out
-
-    def _semantic(self, outs: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        if not outs:
-            return None, None
-        out = torch.stack(outs)  # [relations, nodes, channels]
-        scores = torch.tanh(self.k_lin(out))
-        local = scores.sum(1, dtype=wide_dtype(scores.dtype))
-        total, rows = sum_over_workers(local, current()), torch.tensor([out.size(1)])
-        rows = current().all_reduce(rows.to(out.device), label=("", "forward", "count"))
-        count = int(rows)
-        if count == 0:
-            return out[0], None
-        mean_scores = (total / count).to(scores.dtype)
-        weights = F.softmax((self.q * mean_scores).sum(-1), dim=0)
-        return (weights.view(-1, 1, 1) * out).sum(dim=0), weights
 
 
 class ChebMixin(gnn.ChebConv):
@@ -112,7 +63,6 @@ class FastRGCNMixin(gnn.FastRGCNConv):
 
 MIXINS: dict[type, type] = {
     gnn.ChebConv: ChebMixin,
-    gnn.HANConv: HANMixin,
     gnn.FastRGCNConv: FastRGCNMixin,
 }
 

@@ -25,7 +25,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.gradients import post_totals
-from pyg_sar.reduction.parameters import attribute_rows
+from pyg_sar.reduction.parameters import attribute_rows, check_tensors, replicas
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.tensors.boundary import summed_gradients
 
@@ -81,6 +81,26 @@ class SharedParameters:
                 self.join(str(getattr(layer, "ledger_name", type(layer).__name__)), layer)
             self._take(comm)
         return {id(p): self._taken[id(p)][2] for p in wanted}
+
+    def compare(self, layer: torch.nn.Module, comm: Communicator) -> None:
+        """Compares the workers' models where no backward pass will. Collective.
+
+        Once in a call of the model: when its first layer is called.
+
+        Args:
+            layer: The layer that is called.
+            comm: The communicator.
+
+        Raises:
+            ValueError: on every worker, when some differ.
+        """
+        if next((one for _, one in self.layers()), None) is layer:
+            named = [
+                (f"{name}.{own}", tensor)
+                for name, one in self.layers()
+                for own, tensor in replicas(one)
+            ]
+            check_tensors(named, self.settings(), comm)
 
     def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
         """Lets functions that get one of a model's parameters find these.

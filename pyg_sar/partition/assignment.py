@@ -405,28 +405,23 @@ def with_edges(data: Any) -> Any:
     return data
 
 
-def restore_adjacency(data: Data, whole: bool) -> None:
-    """Puts ``adj_t`` back: the edges themselves, or of the ``whole`` graph as it was."""
+def restore_adjacency(data: Data) -> None:
+    """Puts ``adj_t`` of the whole graph back as it was, in the place of its edges."""
     form = data.get("adj_t")
     if not isinstance(form, str) or not form.startswith(_ADJACENCY):
         return
     weighted = form.startswith(f"{_ADJACENCY}{_WEIGHTED}")
-    if not whole and weighted:
-        del data.adj_t
-    elif not whole:
-        data.adj_t = data.edge_index
+    source, target = data.edge_index
+    size = (data.num_nodes, data.num_nodes)
+    weight = data.edge_weight if weighted else None
+    if form.endswith(OF_TORCH_SPARSE):
+        data.adj_t = SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
     else:
-        source, target = data.edge_index
-        size = (data.num_nodes, data.num_nodes)
-        weight = data.edge_weight if weighted else None
-        if form.endswith(OF_TORCH_SPARSE):
-            data.adj_t = SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
-        else:
-            make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
-            data.adj_t = make(torch.stack([target, source]), weight, size=size)
-        del data.edge_index
-        if weighted:
-            del data.edge_weight
+        make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
+        data.adj_t = make(torch.stack([target, source]), weight, size=size)
+    del data.edge_index
+    if weighted:
+        del data.edge_weight
 
 
 def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:

@@ -52,16 +52,7 @@ def draw_alike(comm: Communicator) -> None:
     """Gives all workers' generators of random numbers the state of rank 0's. Collective.
 
     NumPy's and Python's too: splits are often drawn by ``numpy.random.permutation``.
-
-    Raises:
-        ValueError: When workers are threads that draw from one generator.
     """
-    if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
-        raise ValueError(
-            "data of the whole graph needs workers that each have a generator of random numbers, "
-            f"and threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
-            "parts of one process, launch(fn, 1, parts=P)"
-        )
     if comm.world_size > 1:
         share_random_states(comm)
 

@@ -26,7 +26,7 @@ from pyg_sar.partition.layout import (
     RelationStatistics,
     TypeStatistics,
 )
-from pyg_sar.partition.node_lists import PLACE, NodeList
+from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.whole_graph import FORMAT, VERSION, HeteroSchema, StoreInfo
 from pyg_sar.wording import Shown, counted
 
@@ -472,7 +472,7 @@ def _lists(
         raise fields.wrong("lists", "lists and rows of other names", hidden)
     names += rows
     for name, known in keys.items():
-        names += [name, f"{name}{PLACE}"]
+        names.append(name)
         if len(set(known)) < len(known) or (None in known and len(known) > 1):
             raise fields.wrong("lists", f"one list for each key of '{name}'", known)
     if len(set(names)) < len(names):

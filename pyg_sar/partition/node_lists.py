@@ -230,10 +230,6 @@ def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int
     return best
 
 
-PLACE = "_place"
-"""The end of the name that the places of a list have on a part: ``train_idx_place``."""
-
-
 @dataclass(frozen=True, slots=True)
 class NodeList:
     """A list of node ids, as the metadata describes it.
@@ -306,8 +302,6 @@ def take_lists(
     columns = _aligned(values, level, found)
     whole = []
     for (name, key), (kind, value) in found.items():
-        if f"{name}{PLACE}" in values:
-            raise ValueError(f"'{name}{PLACE}' is the name of the places of '{name}'; rename it")
         ids = torch.as_tensor(integers(value))
         attribute = replace(encode(name, value, "row").attribute, dim=ids.dim() - 1)
         rows = columns[name] if key is None else {}

@@ -225,7 +225,7 @@ def merge_parts(
         num_nodes=num_nodes,
         **merged_attributes(attributes, values, place, parts),
     )
-    restore_adjacency(data, whole=True)
+    restore_adjacency(data)
     return data
 
 

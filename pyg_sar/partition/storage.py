@@ -92,8 +92,7 @@ def write_partitions(
     Attributes that hold node ids are split to the nodes' owners: lists of them ``[K]``, such as
     ``train_idx`` or OGB's ``split_idx``, and pairs ``[2, K]``, such as ``edge_label_index``, with
     the attributes that have a row per entry (``edge_label``). Which these are PyG's convention
-    tells: the name has 'index' in it, or 'idx'. On a part, a list holds local ids, and pairs are a
-    distributed ``edge_index``; ``NAME_place`` says where in the whole list their entries stood.
+    tells: the name has 'index' in it, or 'idx'. Loaded, they are tensors of the whole graph.
 
     Args:
         data: The graph.

@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.ledger import Label
 from pyg_sar.reduction.parameters import hooks_are_forgotten
 from pyg_sar.wording import counted
 
@@ -171,6 +171,25 @@ def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communi
             )
 
 
+class _Sum(torch.autograd.Function):
+    """The sum over workers; it is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label) -> Tensor:
+        ctx.given = comm, (label[0], "backward", label[2])
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        return comm.all_reduce(copy, label=label)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(gradient, *ctx.given), None, None
+
+
+def _sum_over_workers(x: Tensor, comm: Communicator, label: Label) -> Tensor:
+    r"""Returns :math:`\sum_p x_p`, of the same shape on all workers."""
+    return _Sum.apply(x, comm, label) if comm.world_size > 1 else x
+
+
 class _Moments(torch.autograd.Function):
     """:func:`moments`; its backward pass sums the moments' gradients over the workers."""
 
@@ -195,7 +214,7 @@ class _Moments(torch.autograd.Function):
         if ctx.order == 0:
             return (None,) * 5
         sums = torch.stack([of_mean, of_variance][: ctx.order])
-        sums = sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
+        sums = _sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
         result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
         of_mean, of_variance, mean = (
             _of_rows(values, ctx.dtype, batch) for values in (sums[0], 2 * sums[-1], mean)
@@ -386,7 +405,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = None if bias is None else total.view_as(bias).to(bias.dtype)
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None
-        sums = sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
+        sums = _sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
         average, slope = sums / count.clamp(min=1)
         scale = inverse if weight is None else inverse * weight
         by_row = (mean, -inverse.square() * slope, average, scale)

@@ -1,4 +1,4 @@
-"""The parameters of a model on several workers: rows of their own, equal copies, users' hooks.
+"""The parameters of a model on several workers: rows of their own, and equal copies.
 
 A parameter with a row per node is a node tensor: each worker owns its rows, which are neither
 compared nor copied. All other parameters are equal copies.
@@ -9,11 +9,6 @@ below 256 in a place of its worker's own, where the others add 0: exact in every
 checksums differ are the values compared. Rounding may differ between unlike processors: such
 differences are taken away, larger ones are an error. The settings of the model's layers (plain
 attributes that their constructors take: ``negative_slope``, ``eps``) are part of the checksum.
-
-[Note: hooks on sums] Autograd calls a parameter's hooks when this worker's part of its gradient is
-there, in the middle of a backward pass. The sum over the workers is known at the end of the pass.
-So a parameter whose gradients are summed keeps its users' hooks in a :class:`Deferred` table, in
-which autograd finds only what sums; the others run at the end, on the sum, in the model's order.
 """
 
 from __future__ import annotations
@@ -22,21 +17,16 @@ import hashlib
 import inspect
 import json
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch_geometric.data.data import BaseData
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
-from pyg_sar.space.distributed_index import InSpace
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.wording import counted
 
@@ -172,16 +162,35 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     Raises:
         ValueError: on every worker, when some differ (:func:`reconcile`).
     """
-    if comm.world_size == 1:
-        return
+    if comm.world_size > 1:
+        check_tensors(replicas(model), attribute_rows(model, settings=True), comm)
+
+
+def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Returns parameters and saved buffers, but for rows that workers own, with their names."""
     saved = model.state_dict(keep_vars=True)
     buffers = [
         (name, b)
         for name, b in model.named_buffers()
         if name in saved and not isinstance(b, NodeTensor)
     ]
-    named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
-    settings = attribute_rows(model, settings=True)
+    return [*shared_names(model), *buffers]
+
+
+def check_tensors(
+    named: Sequence[tuple[str, Tensor]], settings: Sequence[str], comm: Communicator
+) -> None:
+    """Compares tensors, but for those of other lengths, and settings of layers. Collective.
+
+    Args:
+        named: Tensors with names for errors; the same number of them on all workers.
+        settings: As :func:`attribute_rows` gives them.
+        comm: The workers.
+
+    Raises:
+        ValueError: on every worker, when some differ (:func:`reconcile`).
+    """
+    named = [(name, t) for name, t in named if t.numel()]
     if not named and not settings:
         return
     number = torch.tensor(zlib.crc32("\n".join(settings).encode()), device=comm.device)
@@ -194,22 +203,6 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     found = [named[k] for k, (size, value) in enumerate(alike_tensors) if size and not value]
     if found or not settings_alike:
         reconcile(found, comm, settings)
-
-
-def in_space(inputs: Any) -> bool:
-    """Returns whether a model's inputs hold a distributed ``edge_index``: all workers call it."""
-    return any(isinstance(leaf, InSpace) for leaf in tensors_of(inputs))
-
-
-def tensors_of(inputs: Any) -> list[Any]:
-    """Returns all that a model's inputs hold, what PyG's data objects hold among it."""
-    leaves = tree_leaves(inputs)
-    for data in [leaf for leaf in leaves if isinstance(leaf, BaseData)]:
-        leaves += [value for store in data.stores for value in store.values()]
-    return leaves
-
-
-# Settings ####################################################################
 
 
 def plain(value: Any) -> str | None:
@@ -303,49 +296,11 @@ def check_settings(
         )
 
 
-# Users' hooks #################################################################
+# Hooks, wrappers #################################################################
 
 _WRAPPERS = frozenset(
     {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 )
-
-
-class Deferred(OrderedDict[int, Any]):
-    """A tensor's table of hooks: autograd calls ``own``; ``users`` holds what users register.
-
-    Args:
-        own: Called by autograd, if given.
-        users: The table so far, whose handles stay valid.
-    """
-
-    def __init__(self, own: Callable[[Tensor], Any] | None, users: Any) -> None:
-        super().__init__()
-        if own is not None:
-            super().__setitem__(-1, own)  # Autograd reads what lies here.
-        self.users: dict[int, Callable[[Tensor], Any]] = OrderedDict() if users is None else users
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        self.users[key] = hook
-
-    def __delitem__(self, key: int) -> None:
-        del self.users[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.users
-
-
-def defer_hooks(
-    parameter: Tensor,
-    own: Callable[[Tensor], Tensor | None],
-    after: Callable[[Tensor], None] | None,
-) -> None:
-    """Has autograd call ``own`` with this worker's gradient, and none of the users' hooks.
-
-    Once the gradient is accumulated it calls ``after``, if given, with the parameter.
-    """
-    users = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    parameter._backward_hooks = Deferred(own, users[0])
-    parameter._post_accumulate_grad_hooks = Deferred(after, users[1])
 
 
 class _Saves(torch.autograd.Function):
@@ -383,25 +338,6 @@ def not_themselves(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach() if tensor.is_leaf else tensor for tensor in tensors]
 
 
-def refuse_node_hooks(node: Any, name: str) -> None:
-    """Refuses hooks on the node that accumulates a gradient: nothing can run them on the sum.
-
-    Raises:
-        PygSarError: When there is one.
-    """
-    for register in (node.register_hook, node.register_prehook):
-        probe = register(_nothing)
-        table = probe.hooks_dict_ref()
-        others = len(table) - 1
-        probe.remove()
-        if others:
-            raise PygSarError(
-                f"Parameter {name!r} has a hook on its AccumulateGrad node, which would see this "
-                "worker's part of the gradient only; use parameter.register_hook() or "
-                "register_post_accumulate_grad_hook(), which see the sum over all workers"
-            )
-
-
 def wrapper_of(model: torch.nn.Module) -> str | None:
     """Returns the wrapper of torch around a model, if it sums gradients its own way."""
     kinds = {type(module) for module in model.modules()}
@@ -428,7 +364,3 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
             "each worker's gradients for those of a batch of its own, and average them. Use the "
             f"model that distribute() returns, without {name}"
         )
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.files import TemporaryFolder, explained, flush
-from pyg_sar.reduction.metrics import _agree, _places
 from pyg_sar.wording import counted
 
 _LABEL: Label = ("", "", "rows file")
@@ -44,7 +43,7 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
     comm, path = current(), Path(path)
     problem, rows = "", np.empty((0,))
     try:
-        places = _places(places, None).cpu()
+        places = places.cpu()
         if values.dim() == 0 or values.size(0) != places.numel():
             raise ValueError(
                 f"Expected 'values' to have one row per node, {counted(places.numel(), 'rows')} "
@@ -53,7 +52,7 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
         rows = values.as_subclass(Tensor).detach().resolve_conj().resolve_neg().cpu().numpy()
     except (TypeError, ValueError) as error:
         problem = str(error)
-    total = sum(_agree(values, 0, problem, comm))
+    total = _agree(values, problem, comm)
     _check_places(places, total, comm)
     folder, hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
     try:
@@ -77,6 +76,22 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
             folder.close()
 
 
+def _agree(values: Tensor, problem: str, comm: Communicator) -> int:
+    """Returns the rows of all workers; raises on all of them alike where theirs differ."""
+    mine = [problem, len(values) if values.dim() else 0, str(values.dtype), list(values.shape[1:])]
+    everyone = comm.all_gather_object(mine, label=_LABEL)
+    for rank, (text, _, *kind) in enumerate(everyone):
+        if text:
+            raise ValueError(f"rank {rank}: {text}")
+        for name, one, other in zip(("dtype", "row shape"), everyone[0][2:], kind, strict=True):
+            if one != other:
+                raise ValueError(
+                    f"Expected 'values' to be alike on all workers (got {name} {one} at rank 0 and "
+                    f"{other} at rank {rank})"
+                )
+    return sum(count for _, count, *_ in everyone)
+
+
 def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
     """Raises on all workers unless their places are 0 to ``total - 1``, each once."""
     # A byte per row of the graph, summed in pieces.
@@ -94,10 +109,7 @@ def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
         wrong |= int(bool((found != 1).any()))
     flag = torch.tensor([int(wrong)], device=comm.device)
     if int(comm.all_reduce(flag, "max", label=_LABEL)):
-        raise ValueError(
-            f"The ids of all workers' rows are not 0 to {total - 1}, each once: pass the 'data' "
-            "that pyg_sar.load_partition gave these workers, or the places of all rows"
-        )
+        raise ValueError(f"The places of all workers' rows are not 0 to {total - 1}, each once")
 
 
 def _reserve(

@@ -315,24 +315,15 @@ def dist_edge_index(
     return out
 
 
-_REMEDIES = {
-    "torch_geometric.utils.negative_sampling": (
-        "Call pyg_sar.negative_sampling(edge_index, ...): it draws the same pairs as PyG does in "
-        "one process. "
-    )
-}
-
-
 def refusal(func: Any) -> DistributedIndexError:
     call, name = pyg_call(), name_of(func)
     named = f"'{call}' ({name})" if call else f"'{name}'"
     return DistributedIndexError(
         f"{named} on a distributed edge index would compute with this worker's own "
-        f"numbering and give local numbers. {_REMEDIES.get(call, '')}Supported: reading node "
-        "tensors with it (x[row], index_select), scattering into node tensors (scatter, degree, "
-        "softmax), selecting, "
-        "cutting and joining edges, comparing its two rows. Do other preprocessing on the whole "
-        "graph before write_partitions(), or keep its result as an edge attribute"
+        "numbering and give local numbers. Supported: reading node tensors with it (x[row], "
+        "index_select), scattering into node tensors (scatter, degree, softmax), selecting edges "
+        "by a mask, joining them, comparing its two rows. Do other preprocessing on "
+        "data.edge_index, outside the layer, or on the whole graph before write_partitions()"
     )
 
 

@@ -13,7 +13,6 @@ comes back and what hangs on it (shards, normalisation) is made once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,7 +46,6 @@ from pyg_sar.space.edge_ids import Given, Joined, Recipe, Selected
 from pyg_sar.space.joint_index import (
     ShiftedEdges,
     join,
-    joined_lists,
     row_of_shifted,
     set_shifted_row,
     widened_row,
@@ -172,18 +170,6 @@ def _joined_order(parts: Sequence[Any], edges: bool, plan: HaloPlan) -> Order | 
     return Order(make, Joined([_recipe(part, plan) for part in parts]) if edges else None)
 
 
-def _warn_of_positions(columns: slice) -> None:
-    cut = ":".join("" if n is None else str(n) for n in (columns.start, columns.stop, columns.step))
-    if columns.step is None:
-        cut = cut[:-1]
-    warnings.warn(
-        f"edge_index[:, {cut}] counts each worker's own edges, not those of the whole graph: only "
-        "a computation that takes the other edges as well, as in pieces, gives the same numbers. "
-        "Choose edges by a mask of what they are, or take data of load_partition(root)",
-        stacklevel=2,
-    )
-
-
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
@@ -204,9 +190,10 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
             return chosen.ordered(_selected_order(source, found, mask))
 
     if isinstance(columns, slice):
-        whole = columns.indices(source.size(1)) == (0, source.size(1), 1)
-        if source.plan.world_size > 1 and not whole:
-            _warn_of_positions(columns)
+        first, last, step = columns.indices(source.size(1))
+        some = (first, last, step) != (0, source.size(1), 1) and first != last
+        if source.plan.world_size > 1 and some:
+            raise refusal(Tensor.__getitem__)  # Positions count edges here, not the graph's.
         return source.remember(("columns", str(columns)), make)
     if not isinstance(columns, Tensor) or (mask and columns.shape != source.shape[1:]):
         return make()  # PyTorch refuses the mask.
@@ -303,8 +290,6 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func)
     if any(isinstance(part, ShiftedEdges) for part in parts):
         return join(parts)
-    if _lists_of_same_nodes(parts):
-        return joined_lists(parts).ordered(_joined_order(parts, edges, base.plan))
     for part in parts:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
@@ -328,20 +313,6 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         del base.memory[key]
         found = base.remember(key, make)
     return found[2]
-
-
-def _lists_of_same_nodes(parts: Sequence[Any]) -> bool:
-    """True for edge lists that have halos of their own, among the same nodes."""
-    first = parts[0]
-    if not all(isinstance(part, DistEdgeIndex) for part in parts) or first.plan.n_id is None:
-        return False
-    return any(part.plan is not first.plan for part in parts) and all(
-        part.plan.n_id is not None
-        and part.plan.comm is first.plan.comm
-        and torch.equal(part.plan.n_id, first.plan.n_id)
-        and (part.dist_row, part.targets) == (first.dist_row, first.targets)
-        for part in parts
-    )
 
 
 def _check_joined(part: Tensor, base: Any) -> None:

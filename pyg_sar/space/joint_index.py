@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -179,27 +178,6 @@ def _joint_plan(parts: Sequence[ShiftedEdges]) -> HaloPlan:
     nodes = max(part.shift + part.plan.num_local for part in parts)
     sent = [rows.numel() for rows in sends]
     return HaloPlan(comm, nodes, counts, torch.cat(sends), sent, open_ended=True)
-
-
-def joined_lists(parts: Sequence[DistEdgeIndex]) -> DistEdgeIndex:
-    """Concatenates edge lists of the same nodes, each of which has a halo of its own.
-
-    Such are ``edge_index``, ``edge_label_index`` and sampled pairs. The halos follow one another,
-    by owner and then by list. A row that two lists need travels twice.
-    """
-    first = parts[0]
-    shifted: list[ShiftedEdges] = []
-    for part in parts:
-        copied: Any = plain(part).view_as(plain(part)).as_subclass(ShiftedEdges)
-        copied.plan, copied.targets, copied.dist_row = part.plan, part.targets, part.dist_row
-        copied.shift, copied.origin, copied.memory = 0, part, OrderedDict()
-        shifted.append(copied)
-    rows = [plain(part)[1 - first.dist_row] for part in parts]
-    joined = _joined(shifted, rows)
-    plan = replace(joined.plan, n_id=first.plan.n_id, open_ended=False, context=first.plan.context)
-    out = dist_edge_index(plain(joined), plan, first.dist_row, first.targets)
-    out.by_content = joined.by_content
-    return out
 
 
 def widened(edge_index: DistEdgeIndex, sources: int, targets: int) -> DistEdgeIndex:

@@ -20,8 +20,9 @@ import os
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ CAN_SAVE_BITS = _HOOKS_AROUND is not None
 
 
 class SavedBits(TorchFunctionMode):
-    """Has ReLU and dropout of plain CPU tensors save bits, on the thread that enters it.
+    """Has ReLU and dropout of CPU tensors save bits, on the thread that enters it.
 
     See [Note: bits]. Not in :func:`torch.utils.checkpoint.checkpoint` and other blocks that say
     themselves what is saved, and not while PyTorch compiles. Where PyTorch doesn't tell such blocks
@@ -321,18 +322,29 @@ class SavedBits(TorchFunctionMode):
         return out
 
 
+def _rows_of(x: Any) -> Any:
+    """Returns a tensor itself, or this part's rows of a tensor of the whole graph."""
+    return x.local if hasattr(type(x), "local") else x
+
+
 def _can_save(x: Any) -> bool:
     return (
-        type(x) is Tensor
+        (type(x) is Tensor or hasattr(type(x), "local"))
         and x.requires_grad
         and torch.is_grad_enabled()
         and x.device.type == "cpu"
         and x.is_floating_point()
-        and x.numel() >= LEAST_BITS
+        and _rows_of(x).numel() >= LEAST_BITS
         and not torch.compiler.is_compiling()
         and _HOOKS_AROUND is not None
         and _HOOKS_AROUND(False) is None
     )
+
+
+def _wrapped(kind: Any, rows: Any, axis: int, local: Tensor) -> Tensor:
+    """Returns rows as the tensor of the whole graph that they were of."""
+    out: Tensor = kind(local, rows, axis)
+    return out
 
 
 class _Saved:
@@ -352,11 +364,17 @@ class _Saved:
         "_tensor",
         "_value",
         "_version",
+        "_wrap",
     )
 
     def __init__(self, tensor: Tensor, sign: bool) -> None:
         # PyTorch: what a hook returns must not hold the output itself, whose node holds it.
-        self._tensor: Tensor | None = tensor.detach()
+        whole: Any = tensor.detach()
+        self._wrap: Callable[[Tensor], Tensor] = lambda rows: rows
+        if hasattr(type(whole), "local"):
+            self._wrap = partial(_wrapped, type(whole), whole.rows, whole.axis)
+        tensor = _rows_of(whole)
+        self._tensor: Tensor | None = tensor
         self._bits: Tensor | None = None
         self._version, self._sign = tensor._version, sign
         self._shape, self._dtype, self._value = tensor.shape, tensor.dtype, 1.0
@@ -364,6 +382,7 @@ class _Saved:
     def is_memory_of(self, x: Tensor) -> bool:
         """Returns whether this is a tensor that is there as a whole, and ``x`` is the same."""
         mine = self._tensor
+        x = _rows_of(x)
         same = mine is not None and mine.data_ptr() == x.data_ptr()
         return same and mine is not None and mine.shape == x.shape
 
@@ -403,11 +422,11 @@ class _Saved:
                     f"inplace operation: [{tuple(self._shape)}], the output of relu or dropout, is "
                     f"at version {tensor._version}; expected version {self._version} instead"
                 )
-            return tensor
+            return self._wrap(tensor)
         out = torch.empty(self._shape, dtype=self._dtype)
         flat = out.view(-1)
         for start in range(0, len(flat), BITS_CHUNK):
             chunk = flat[start : start + BITS_CHUNK]
             bits = self._bits[start // 8 : -(-(start + len(chunk)) // 8)].numpy()
             chunk.copy_(torch.from_numpy(np.unpackbits(bits, count=len(chunk))))
-        return out if self._value == 1 else out.mul_(self._value)
+        return self._wrap(out if self._value == 1 else out.mul_(self._value))

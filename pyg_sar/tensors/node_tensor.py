@@ -188,18 +188,14 @@ class NodeTensor(Tensor):
             found = refused
         kwargs = kwargs or {}
         own = next((one for one in args if isinstance(one, NodeTensor)), None)
-        if own is not None:
-            if (task := torch._C._current_graph_task_id()) != -1:
-                own.rows.comm.global_pass = task
-            if own.rows.comm.host is not None:
-                own.rows.check_part()
+        if own is not None and own.rows.comm.host is not None:
+            own.rows.check_part()
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
-        counts = func.is_view or func._schema.is_mutable  # See [Note: versions].
-        versions = _excludes(_VERSIONS, not counts)
-        with _excludes(*_BITS[0]), _excludes(*_BITS[1]), versions:
+        with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
             if not func.is_view:
-                out = found(func, args, kwargs)
+                with _excludes(_VERSIONS, not func._schema.is_mutable):
+                    out = found(func, args, kwargs)
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
                 return out
@@ -323,7 +319,8 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
 def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     """Returns what a view operator gives by its rule, with its origin where it is a copy."""
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
-    out = view(args[0])
+    with _excludes(_VERSIONS, False):
+        out = view(args[0])
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(

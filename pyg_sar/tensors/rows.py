@@ -384,18 +384,19 @@ class Rows:
 
     def cut(self, whole: Tensor, axis: int) -> Tensor:
         """Returns this worker's rows of a tensor that all workers hold, as they lie there."""
+        ids = self.ids.to(whole.device)
         if whole.layout != torch.strided:
-            return whole.to_sparse_coo().index_select(axis, self.ids)
+            return whole.to_sparse_coo().index_select(axis, ids)
         if whole.stride(axis) == 0:
             return whole.narrow(axis, 0, min(1, self.total)).expand(
                 *(self.count if d == axis % whole.dim() else n for d, n in enumerate(whole.shape))
             )
         if whole.is_contiguous():
-            return whole.index_select(axis, self.ids)
+            return whole.index_select(axis, ids)
         steps = whole.stride()
         order = sorted(range(whole.dim()), key=lambda d: -steps[d])
         place = order.index(axis % whole.dim())
-        own = whole.permute(order).index_select(place, self.ids)
+        own = whole.permute(order).index_select(place, ids)
         return own.permute([order.index(d) for d in range(whole.dim())])
 
     def whole(self, local: Tensor, axis: int, what: str) -> Tensor:
@@ -409,7 +410,9 @@ class Rows:
         Raises:
             DistributedIndexError: When they take more than :data:`GATHER_LIMIT` bytes.
         """
-        comm = self.comm
+        comm, device = self.comm, self.ids.device
+        if local.device != device:
+            return self.whole(local.to(device), axis, what).to(local.device)
         row = math.prod(local.shape) // max(self.count, 1) * local.element_size()
         if self.count == 0:
             row = (

@@ -165,8 +165,7 @@ def watched(model: nn.Module) -> dict[str, nn.Module]:
     inside = tuple(
         f"{name}." if name else ""
         for name, module in model.named_modules()
-        if isinstance(module, MessagePassing | GlobalCalls)
-        or type(module) in NORMS
+        if isinstance(module, MessagePassing | GlobalCalls) or type(module) in NORMS
     )
     return {
         name: module

@@ -233,7 +233,7 @@ class Graphs:
 
     def _loaded(self, where: Any) -> Any:
         if isinstance(where, str):
-            return load_partition(where, view="global")
+            return load_partition(where)
         (kind, roots) = next(iter(where.items()))
         loaded = [self._loaded(root) for root in roots]
         return tuple(loaded) if kind == "tuple" else loaded
