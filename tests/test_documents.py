@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import threads
 from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCN, GCNConv, HeteroConv, SAGEConv, global_mean_pool
@@ -291,12 +290,10 @@ def test_reductions_over_all_nodes(tmp_path):
     names = {"softmax": softmax, "scatter": scatter, "global_mean_pool": global_mean_pool}
 
     def work() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
-        model = pyg_sar.distribute(Readout(), view="local")
-        names_here = {**names, "F": F, "pyg_sar": pyg_sar, "data": data, "model": model}
-        run("docs/global.md", snippets("docs/global.md"), x=data.x, gate=data.x, **names_here)
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        run("docs/global.md", snippets("docs/global.md"), x=data.x, gate=data.x, data=data, **names)
 
-    threads(work, 3)
+    host(work, 3)
 
 
 def test_heterogeneous_graphs(tmp_path, monkeypatch):
