@@ -242,7 +242,8 @@ def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
             "workers: leave it at None"
         )
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    if not within or not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+    known = type(module) in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
+    if not within or not isinstance(module, OVER_ROWS) or known or per_node:
         return
     if isinstance(module, tuple(NORMS.values())):
         return  # Written for several workers.

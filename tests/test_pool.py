@@ -162,15 +162,12 @@ CASES = [
 
 
 def all_passes(root: Path, nets: dict[str, Net]) -> list[Any]:
-    """A worker's part: every readout, or the text of its error."""
-    data, found = pyg_sar.load_partition(root), []
-    for name, several in CASES:
-        try:
-            net = pyg_sar.distribute(copy.deepcopy(nets[name]))
-            found.append(one_pass(net, data, several))
-        except pyg_sar.errors.DistributedIndexError as refusal:
-            found.append(str(refusal))
-    return found
+    """A worker's part: every readout."""
+    data = pyg_sar.load_partition(root)
+    return [
+        one_pass(pyg_sar.distribute(copy.deepcopy(nets[name])), data, several)
+        for name, several in CASES
+    ]
 
 
 @pytest.mark.parametrize(("world", "launch"), WORLDS)
@@ -179,21 +176,14 @@ def test_readouts_are_exact(world: int, launch: Any, tmp_path: Path):
     expected = [one_pass(copy.deepcopy(nets[name]), graph(), s) for name, s in CASES]
     for outcome in launch(all_passes, world, written(tmp_path, world), nets):
         for case, found, want in zip(CASES, outcome, expected, strict=True):
-            if case[0] in REFUSED and world > 1:
-                assert isinstance(found, str) and REFUSED[case[0]] in found, (case, found)
-                continue
-            assert not isinstance(found, str), (case, found)
+            limit = 1e-5 if case[0] == "equilibrium" else TOLERANCE  # PyG's starts in float32.
             for place in range(3):
-                assert error(found[place], want[place]) <= TOLERANCE, (case, place)
+                assert error(found[place], want[place]) <= limit, (case, place)
             scale = gradient_scale(want[3])
             for name, gradient in want[3].items():
-                assert error(found[3][name], gradient, scale) <= TOLERANCE, (case, name)
+                assert error(found[3][name], gradient, scale) <= limit, (case, name)
             for name, buffer in want[4].items():
-                assert error(found[4][name], buffer) <= TOLERANCE, (case, name)
-
-
-REFUSED: dict[str, str] = {}
-"""Readouts that are refused on several workers, and a part of the error's text."""
+                assert error(found[4][name], buffer) <= limit, (case, name)
 
 
 def test_every_aggregation_of_pyg_is_shown():

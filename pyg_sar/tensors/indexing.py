@@ -294,10 +294,11 @@ def _put_gathered(given: dict[str, Any], out: NodeTensor) -> NodeTensor:
 def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, index = args[:3]
     first = next(iter(node_tensors(source, index)))
-    dim, axis = dim % first.dim(), first.axis
+    dim, axis, rows = dim % first.dim(), first.axis, first.rows
+    if dim == axis and not isinstance(source, NodeTensor):
+        return wrap(func(source, dim, index.local), rows, axis)  # by rows of what all workers hold
     if dim == axis or source.size(axis) != index.size(axis):
         return by_gathering(func, args, kwargs)
-    rows = first.rows
     return wrap(func(own(source, rows, axis), dim, own(index, rows, axis)), rows, axis)
 
 
