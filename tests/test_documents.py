@@ -112,7 +112,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
         "partition": ["partitioning"],
         "plan": ["planning", "verify", "training"],
         "train": ["training"],
-        "run": ["scripts"],
+        "run": ["whole-graph"],
         "predict": ["inference", "training"],
         "verify": ["verify", "training"],
     }.items(),
