@@ -280,9 +280,21 @@ def test_link_prediction_and_all_nodes_in_one_place(tmp_path, monkeypatch):
     assert found.count(True) == 4 and found.count([30, 30]) == 1
 
 
+def test_reductions_over_all_nodes(tmp_path):
+    pyg_sar.write_partitions(a_graph(), 3, tmp_path / "parts", "random")
+    names = {"softmax": softmax, "scatter": scatter, "global_mean_pool": global_mean_pool}
+
+    def work() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        reductions = snippets("docs/what-runs.md")[:1]
+        run("docs/what-runs.md", reductions, x=data.x, gate=data.x, data=data, **names)
+
+    host(work, 3)
+
+
 def test_heterogeneous_graphs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = snippets("docs/what-runs.md")
+    (_, code) = snippets("docs/what-runs.md")
     once, each = code.split("\n\n")
     run("docs/what-runs.md", [once], pyg_sar=pyg_sar, data=a_hetero_graph())
 

@@ -31,6 +31,7 @@ from pyg_sar.reduction.moments import (
 )
 from pyg_sar.wording import counted
 
+
 @contextmanager
 def own_rows_only() -> Iterator[None]:
     """Lets modules take what they are called with meanwhile for this worker's rows."""
