@@ -16,7 +16,7 @@ HEADINGS = {
     "models": "Models (`torch_geometric.nn.models`)",
 }
 VERDICTS = {EXACT: "yes", REFUSED: "no", UNAVAILABLE: "not here", NO_LAYER: "none"}
-OWN_EDGES = {"DynamicEdgeConv", "GravNetConv", "HypergraphConv", "XConv"}
+OWN_EDGES = {"DynamicEdgeConv", "GravNetConv", "HypergraphConv"}
 COLUMNS = (
     "class", "options", "runs", "strategy", "case", "float64", "float32", "bfloat16",
     "rows / shard", "bytes / one shot",

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from hosted_workers import host
 from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GCN, GCNConv, HeteroConv, SAGEConv
+from torch_geometric.nn import GCN, GCNConv, HeteroConv, SAGEConv, global_mean_pool
+from torch_geometric.utils import scatter, softmax
 from torch_geometric.utils import to_undirected
 
 import pyg_sar
