@@ -230,16 +230,8 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
     within = {module for layer in layers for module in layer.modules()}
     for name, module in modules.items():
-<<<<<<< HEAD
-        _check_norm(name, module, module in within)
-=======
         check_layer(name, module, comm.rank)
-        _check_norm(name, module, module in inner)
-
-
-def _is_layer(module: torch.nn.Module) -> bool:
-    return isinstance(module, MessagePassing)
->>>>>>> h-tools
+        _check_norm(name, module, module in within)
 
 
 def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:

@@ -22,8 +22,7 @@ from hosted_workers import host
 from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCN, GCNConv, HeteroConv, SAGEConv, global_mean_pool
-from torch_geometric.utils import scatter, softmax
-from torch_geometric.utils import to_undirected
+from torch_geometric.utils import scatter, softmax, to_undirected
 
 import pyg_sar
 from pyg_sar.kernels import ops
