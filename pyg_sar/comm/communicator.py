@@ -66,7 +66,7 @@ class Communicator(ABC):
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
         self.layouts: dict[int, Any] = {}
-        """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
+        """Where nodes lie, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
         self.in_layer = False
