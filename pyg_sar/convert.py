@@ -21,7 +21,7 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
-from pyg_sar.nn.reducing_layers import mixin_of
+from pyg_sar.nn.reducing_layers import check_layer, mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.moments import OVER_ROWS
@@ -230,6 +230,7 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
     within = {module for layer in layers for module in layer.modules()}
     for name, module in modules.items():
+        check_layer(name, module, comm.rank)
         _check_norm(name, module, module in within)
 
 

@@ -33,8 +33,6 @@ class Case:
         refused: The error that distribute() or the call raises must match this.
         unavailable: Why it can't be built here; building it must raise an ImportError.
         no_layer: It has no distributed meaning to test, for a reason that ``why`` gives.
-        by_class: ``make`` gives the class, which ``distribute`` refuses by itself: it needs
-            packages or inputs that are not here.
         why: Why it is refused, for the table.
         level: ``'graph'`` where the result has a row per graph, the same on all workers.
         tolerance: Of float64; wider where PyG itself computes in float32.
@@ -53,7 +51,6 @@ class Case:
     refused: str = ""
     unavailable: bool = False
     no_layer: bool = False
-    by_class: bool = False
     why: str = ""
     level: str = "node"
     tolerance: float = TOLERANCE

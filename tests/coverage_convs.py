@@ -137,7 +137,7 @@ CONVS: dict[str, Cases] = {
     },
     "GravNetConv": {"": Case(
         make=with_knn(lambda: gnn.GravNetConv(C, OUT, 3, 4, 2)),
-        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="no edges of which it is known",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "GatedGraphConv": {
         "": conv(gnn.GatedGraphConv, C, 2),
@@ -303,12 +303,11 @@ CONVS: dict[str, Cases] = {
     },
     "DynamicEdgeConv": {"": Case(
         make=with_knn(lambda: gnn.DynamicEdgeConv(mlp(2 * C), 2)),
-        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="no edges of which it is known",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "XConv": {"": Case(
-        make=with_knn(lambda: gnn.XConv(C, OUT, 3, 2, hidden_channels=4)),
-        args="x pos", call=lambda m, g: m(g.x, g.pos), refused="k nearest neighbours",
-        why="builds a k-nearest-neighbour graph from the positions in every pass")},
+        make=lambda: None, no_layer=True,
+        why="joins nearest neighbours by an operator of torch-cluster or pyg-lib")},
     "PPFConv": {
         "": Case(make=lambda: gnn.PPFConv(mlp(C + 4), mlp(OUT), add_self_loops=False),
                  args="x pos normal edge_index", constants="pos normal"),
@@ -355,7 +354,7 @@ CONVS: dict[str, Cases] = {
                         shared_weights=False),
     },
     "PANConv": {"": Case(
-        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="multiplies adjacency",
+        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="it multiplies adjacency",
         why="multiplies powers of the adjacency matrix")},
     "WLConv": {"": Case(make=lambda: gnn.WLConv(), args="color edge_index", train=False)},
     "WLConvContinuous": {
@@ -372,9 +371,7 @@ CONVS: dict[str, Cases] = {
         "MX, eval": Case(make=lambda: gnn.SuperGATConv(C, OUT, heads=2), train=False),
         "SD, eval": Case(make=lambda: gnn.SuperGATConv(C, OUT, heads=2, attention_type="SD",
                                                        concat=False), train=False),
-        "training": Case(make=lambda: gnn.SuperGATConv(C, OUT, heads=2, edge_sample_ratio=0.8),
-                         refused="SuperGAT|on a distributed edge index",
-                         why="draws negative edges among all pairs of nodes"),
+        "training": Case(make=lambda: gnn.SuperGATConv(C, OUT, heads=2, edge_sample_ratio=0.8)),
     },
     "FAConv": {
         "": conv(gnn.FAConv, C, call="x x0 edge_index"),

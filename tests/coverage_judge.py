@@ -25,7 +25,6 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.comm.hosting import PartError
-from pyg_sar.nn.registry import distributed_class
 
 WORLD = 3
 EXACT, REFUSED, UNAVAILABLE, NO_LAYER = "exact", "refused", "unavailable", "no layer"
@@ -180,12 +179,6 @@ def judge(name: str, case: Case, data: Data, root: Path, precise: bool = True) -
 def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outcome:
     if case.no_layer:
         return Outcome(name, NO_LAYER, case.why)
-    if case.by_class:
-        try:
-            distributed_class(case.make())
-        except ValueError as reason:
-            return Outcome(name, REFUSED, str(reason))
-        return Outcome(name, "", problems=["distribute() does not refuse the class"])
     if case.unavailable:
         try:
             case.make()

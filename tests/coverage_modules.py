@@ -185,10 +185,6 @@ def not_a_layer(why: str) -> Case:
     return Case(make=lambda: None, no_layer=True, why=why)
 
 
-def by_class(kind: type) -> Case:
-    return Case(make=lambda: kind, by_class=True)
-
-
 class EdgeModel(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -300,25 +296,23 @@ MODELS: dict[str, Cases] = {
     "ARGVA": {"encode, evaluation": Case(
         make=lambda: models.ARGVA(Twice(), mlp(OUT, 1)), args="x", call=encoded, train=False)},
     "SignedGCN": {"": Case(make=lambda: models.SignedGCN(C, 8, 2), args="x", call=signed)},
-    "RENet": {"": by_class(models.RENet)},
+    "RENet": {"": not_a_layer("takes events in order")},
     "GraphUNet": {"": Case(
-        make=lambda: models.GraphUNet(C, 8, OUT, depth=2),
-        refused="ranks or merges|on a distributed edge index",
-        why="keeps the best nodes of the whole graph (TopKPooling)")},
-    "SchNet": {"": by_class(models.SchNet)},
-    "DimeNet": {"": by_class(models.DimeNet)},
-    "DimeNetPlusPlus": {"": by_class(models.DimeNetPlusPlus)},
-    "GPSE": {"": by_class(models.GPSE)},
+        make=lambda: models.GraphUNet(C, 8, OUT, depth=2))},
+    "SchNet": {"": not_a_layer("takes batches of molecules, whose edges it makes itself")},
+    "DimeNet": {"": not_a_layer("takes batches of molecules, whose edges it makes itself")},
+    "DimeNetPlusPlus": {"": not_a_layer("takes batches of molecules, whose edges it makes itself")},
+    "GPSE": {"": not_a_layer("needs other packages")},
     "GPSENodeEncoder": {"": Case(
         make=lambda: models.GPSENodeEncoder(8, C, 4, dim_in=C, expand_x=True, dropout_be=0.0,
                                             dropout_ae=0.0), args="x x0")},
     "to_captum_model": {"": not_a_layer(HELPER)},
     "to_captum_input": {"": not_a_layer(HELPER)},
     "captum_output_to_dicts": {"": not_a_layer(HELPER)},
-    "MetaPath2Vec": {"": by_class(models.MetaPath2Vec)},
+    "MetaPath2Vec": {"": not_a_layer("samples random walks")},
     "DeepGCNLayer": {kind: block(kind) for kind in ("res+", "res", "dense", "plain")} | {
         "res+, checkpointed": block("res+", ckpt_grad=True)},
-    "TGNMemory": {"": by_class(models.TGNMemory)},
+    "TGNMemory": {"": not_a_layer("takes events in order")},
     "LabelPropagation": {
         "soft labels": Case(make=lambda: models.LabelPropagation(2, 0.7),
                             args="x edge_index mask=train_mask edge_weight=edge_weight"),
@@ -333,8 +327,7 @@ MODELS: dict[str, Cases] = {
     },
     "AttentiveFP": {"": Case(
         make=lambda: models.AttentiveFP(C, 8, OUT, EDGE_DIM, 2, 2), level="graph",
-        args=f"{PLAIN_ATTR} batch",
-        refused="from nodes to graphs", why="passes messages from nodes to graphs")},
+        args=f"{PLAIN_ATTR} batch")},
     "RECT_L": {"": Case(make=lambda: models.RECT_L(C, 8), args=WEIGHT)},
     "LINKX": {"": Case(
         make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT)},
@@ -347,15 +340,15 @@ MODELS: dict[str, Cases] = {
                        args="x y train_mask"),
     },
     "GroupAddRev": {"": Case(make=lambda: models.GroupAddRev(gnn.SAGEConv(C // 2, C // 2), -1, 2))},
-    "GNNFF": {"": by_class(models.GNNFF)},
+    "GNNFF": {"": not_a_layer("takes batches of molecules, whose edges it makes itself")},
     "PMLP": {
         "training": conv(models.PMLP, C, 8, OUT, 2),
         "evaluation": Case(make=lambda: models.PMLP(C, 8, OUT, 2), train=False),
     },
     "NeuralFingerprint": {"": Case(
         make=lambda: models.NeuralFingerprint(C, 8, OUT, 2), args=f"{X} batch", level="graph")},
-    "ViSNet": {"": by_class(models.ViSNet)},
-    "LPFormer": {"": by_class(models.LPFormer)},
+    "ViSNet": {"": not_a_layer("takes batches of molecules, whose edges it makes itself")},
+    "LPFormer": {"": not_a_layer("needs other packages")},
     "SGFormer": {"": Case(
         make=lambda: models.SGFormer(C, 8, OUT, trans_dropout=0.0, gnn_dropout=0.0),
         args=f"{X} batch", default_double=True)},

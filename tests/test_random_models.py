@@ -32,9 +32,7 @@ LAYERS = {
     for kind in ("conv", "aggr", "norm")
     for name, options in TABLES[kind][1].items()
     for option, case in options.items()
-    if not (
-        case.refused or case.unavailable or case.no_layer or case.by_class or case.default_double
-    )
+    if not (case.refused or case.unavailable or case.no_layer or case.default_double)
     and case.graph in ("random", "sorted")
 }
 POLICIES = st.builds(

@@ -66,9 +66,11 @@ class Communicator(ABC):
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
         self.layouts: dict[int, Any] = {}
-        """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
+        """Where nodes lie, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
+        self.in_layer = False
+        """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False

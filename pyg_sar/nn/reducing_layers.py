@@ -61,10 +61,42 @@ class FastRGCNMixin(gnn.FastRGCNConv):
         return cast(Tensor, super().message(x_j, edge_type, edge_index_j))
 
 
+REFUSED = {
+    "HypergraphConv": (
+        "its hyperedges are no edges between nodes, so that no worker owns them. Make hyperedges "
+        "nodes of a type of their own (HeteroData), with SAGEConv or GATConv both ways"
+    ),
+    "PANConv": (
+        "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
+        "steps of propagation instead: TAGConv, MixHopConv"
+    ),
+    "MeshCNNConv": (
+        "it tells the four neighbours of a mesh's edge apart by their places in the edge list, "
+        "which a partition changes"
+    ),
+}
+"""Layers of PyG, by name as not every PyG has all, that several workers can't run, and why."""
+
 MIXINS: dict[type, type] = {
     gnn.ChebConv: ChebMixin,
     gnn.FastRGCNConv: FastRGCNMixin,
 }
+
+
+def check_layer(name: str, layer: torch.nn.Module, rank: int) -> None:
+    """Raises ``ValueError`` on a layer that is right in one process alone.
+
+    Args:
+        name: Its name in the model.
+        layer: The layer.
+        rank: This worker's.
+    """
+    for base in type(layer).__mro__:
+        if base.__name__ in REFUSED and base is getattr(gnn, base.__name__, None):
+            raise ValueError(
+                f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): "
+                f"{REFUSED[base.__name__]}"
+            )
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:

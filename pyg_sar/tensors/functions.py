@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, method, whole
+from pyg_sar.tensors.node_tensor import NodeTensor, method, refusal, rule, whole
 
 
 @method(Tensor.data.__set__)  # type: ignore[attr-defined]
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """``x.data = values``: autograd sees no operator."""
     target, values = args
-    both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
-    if (
-        not both
-        or values.shape != target.shape
-        or target.axis != values.axis
-        or not target.rows.same(values.rows)
-    ):
+    if not isinstance(target, NodeTensor) or not _alike(target, values):
         raise DistributedIndexError(
             f"'x.data = values' takes values of the same rows and shape ({list(target.shape)}), "
             f"got {type(values).__name__} of {list(values.shape)}: write x.data.copy_(values)"
         )
     with torch._C.DisableTorchFunctionSubclass():
         func(target, values)  # Its dtype, and device: model.double() sets these so.
+    _share(target, values)
+
+
+def _alike(target: NodeTensor, values: Any) -> bool:
+    """Returns whether a tensor has the same rows and shape."""
+    same = isinstance(values, NodeTensor) and values.shape == target.shape
+    return same and target.axis == values.axis and target.rows.same(values.rows)
+
+
+def _share(target: NodeTensor, values: NodeTensor) -> None:
     target._local, target.make, target.origin = values.local, None, values.origin
     target.writes, target._edges = values.writes, values._edges
+
+
+@method(Tensor.untyped_storage)
+def _storage(func: Any, args: Any, kwargs: Any) -> Any:
+    """The memory of this worker's rows: reversible layers free it and fill it again."""
+    return args[0].local.untyped_storage()
+
+
+@rule("set_")
+def _set(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """``x.set_(values)``, which shares the memory of values of the same rows."""
+    target, *values = args
+    same = len(values) == 1 and isinstance(target, NodeTensor) and _alike(target, values[0])
+    if not same or values[0].dtype != target.dtype:
+        raise refusal(func, "takes another tensor of the same rows, shape and dtype", *args)
+    _share(target, values[0])
+    return cast(Tensor, target)
 
 
 # Functions that leave torch ###################################################
