@@ -54,8 +54,8 @@ test-hosted: $(STAMPS)/test ## Run the tests with hosted parts in place of worke
 test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand random messages
 	$(BIN)/pytest tests/test_random_models.py tests/test_random_messages.py --hypothesis-profile thousand $(PYTEST_ARGS)
 
-coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/coverage.md
-	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/coverage.md $(PYTEST_ARGS)
+coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/what-runs.md
+	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/what-runs.md $(PYTEST_ARGS)
 
 test-versions: ## Try the oldest and the newest PyTorch and PyG with each Python at hand (gigabytes)
 	$(PYTHON) benchmarks/tested_versions.py --out docs/versions.md

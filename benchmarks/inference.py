@@ -104,7 +104,7 @@ def part(root: str, path: str, given: argparse.Namespace) -> tuple[int, int, flo
     """What ``infer(model, data, parts=..., memory=...)`` runs for each part."""
     start = reset_peak_memory(CPU)
     begin = time.perf_counter()
-    data = pyg_sar.load_partition(root, view="global")
+    data = pyg_sar.load_partition(root)
     pyg_sar.infer(build(data, given), data, out=path)
     return start, peak_memory(CPU), time.perf_counter() - begin
 

@@ -61,7 +61,7 @@ def results(data: Data, made) -> dict[str, torch.Tensor]:
 
 def work(root: str) -> dict[str, torch.Tensor]:
     torch.set_default_dtype(torch.float64)  # LabelPropagation makes tensors of it.
-    pyg_sar.propagate_features(root, K, f"{root}-propagated")
+    pyg_sar.tools.propagate_features(root, K, f"{root}-propagated")
     found = results(pyg_sar.load_partition(f"{root}-propagated"), pyg_sar.distribute)
     return {name: out.full_tensor() for name, out in found.items()}
 

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from pyg_sar.policy import SARPolicy
     from pyg_sar.tensors import from_local
     from pyg_sar.tensors.negative_sampling import negative_sampling
-    from pyg_sar.tools.inference import infer, propagate_features
+    from pyg_sar.tools.inference import infer
     from pyg_sar.tools.planning import plan
-    from pyg_sar.tools.predict import load_model
     from pyg_sar.tools.verify import verify
     from pyg_sar.train.trainer import Trainer
 
@@ -51,12 +50,10 @@ __all__ = [
     "infer",
     "init",
     "launch",
-    "load_model",
     "load_partition",
     "message_flow_graphs",
     "negative_sampling",
     "plan",
-    "propagate_features",
     "run",
     "verify",
     "write_partitions",
@@ -74,12 +71,10 @@ _MODULES = {
     "infer": "tools.inference",
     "init": "comm.group",
     "launch": "comm.launch",
-    "load_model": "tools.predict",
     "load_partition": "partition.loading",
     "message_flow_graphs": "partition.message_flow",
     "negative_sampling": "tensors.negative_sampling",
     "plan": "tools.planning",
-    "propagate_features": "tools.inference",
     "run": "comm.launch",
     "verify": "tools.verify",
     "write_partitions": "partition.storage",

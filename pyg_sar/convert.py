@@ -18,7 +18,7 @@ from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, 
 from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.reducing_layers import check_layer, mixin_of
@@ -69,10 +69,10 @@ def distribute(
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
-    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
-    statistics over all workers. All other modules, readouts included, stay as they are. Layers and
-    norms take and give tensors of the whole graph. Parameters, buffers,
-    ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
+    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class, and so do norms over nodes, and
+    ``torch.nn.MultiheadAttention``: they take and give tensors of the whole graph. All other
+    modules, readouts included, stay as they are, and so do parameters, buffers, ``state_dict`` keys
+    and the model's own code. Rank 0's parameters and buffers are copied to
     all workers. Embeddings with a row per node of the graph that was loaded, and the adjacency's
     weight of ``LINKX``, become tensors of the whole graph of which each worker owns its rows
     (:class:`~pyg_sar.nn.NodeEmbedding`).
@@ -99,10 +99,10 @@ def distribute(
 
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
-        ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
-            the model is on another device than the workers' data, a norm within a layer can't be
-            distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers'
-            models differ: in modules, shapes or plain attributes.
+        ValueError: When a layer's parameters don't exist yet, a layer is not known, the model is on
+            another device than the workers' data, a norm within a layer is not known, the model
+            holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes
+            or plain attributes.
     """
     comm = current()
     policies = _policies(model, policy, layer_policies)
@@ -111,7 +111,7 @@ def distribute(
     default = None if policy else SARPolicy(random="same")
     policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, comm)
-    draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
+    draws = None if policy.random is None else DrawsOfLayers(comm, policy.random)
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         own_rows(model, comm)
@@ -227,14 +227,11 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
-    inner = {m for layer in modules.values() for m in layer.modules() if _is_layer(layer)}
+    layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
+    within = {module for layer in layers for module in layer.modules()}
     for name, module in modules.items():
         check_layer(name, module, comm.rank)
-        _check_norm(name, module, module in inner)
-
-
-def _is_layer(module: torch.nn.Module) -> bool:
-    return isinstance(module, MessagePassing)
+        _check_norm(name, module, module in within)
 
 
 def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:

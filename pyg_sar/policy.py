@@ -79,7 +79,7 @@ class SARPolicy:
             them in place, and rows are always pulled. Must be the same on all workers.
         transform_first: Where a layer applies a linear map to sums or means of source rows and the
             map narrows them (``SAGEConv``, ``GraphConv``, ``RGCNConv`` and more of PyG's,
-            docs/transform_first.md), source rows are mapped first: halo rows then have the output's
+            docs/how_it_works.md), source rows are mapped first: halo rows then have the output's
             width, :math:`F' < F`, in the table above. The same up to rounding. Not where it would
             take more (constant features in training need :math:`2 F' < F`), nor on one process
             where a layer runs as PyG's. ``False``: in PyG's order. Must be the same on all workers.
@@ -88,7 +88,7 @@ class SARPolicy:
             its order, so that outputs and gradients are plain PyG's for the same
             ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
             number of workers and any partition. For both, seed all workers alike. See
-            docs/global-view.md for what they cost. Must be the same on all workers.
+            docs/whole-graph.md for what they cost. Must be the same on all workers.
         refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
             training; in between a layer takes the rows and gradients of the last exchange (stale
             features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of

@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--coverage-out",
         metavar="FILE",
         default=None,
-        help="tests/test_coverage.py writes what it found to FILE (docs/coverage.md)",
+        help="tests/test_coverage.py writes what it found to FILE (docs/what-runs.md)",
     )
     parser.addoption(
         "--operators",

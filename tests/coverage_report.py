@@ -1,4 +1,4 @@
-"""docs/coverage.md: what the coverage tests found, as Markdown."""
+"""The tables of docs/what-runs.md: what the coverage tests found, as Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COLUMNS = (
     "class", "options", "runs", "strategy", "case", "float64", "float32", "bfloat16",
     "rows / shard", "bytes / one shot",
 )  # fmt: skip
-INTRODUCTION = """# What runs distributed
+TITLE = "## Every class that PyG exports"
+INTRODUCTION = f"""{TITLE}
 
 Printed by `make coverage` from the outcomes of `tests/test_coverage.py`; a test checks that its
 classes and verdicts are those of the tests.
@@ -153,8 +154,8 @@ def verdicts_in(document: str) -> dict[tuple[str, str, str], str]:
     found, kind = {}, ""
     for line in document.splitlines():
         if line.startswith("## "):
-            kind = kinds[line[3:]]
+            kind = kinds.get(line[3:], "")
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| `"):
+        if kind and line.startswith("| `"):
             found[kind, cells[0].strip("`"), cells[1]] = cells[2]
     return found

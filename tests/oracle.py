@@ -368,6 +368,3 @@ def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 def parts(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` for parts of the graph that this process hosts."""
     return host(fn, number, *args)
-
-
-threads = parts  # Until no test names it any more.

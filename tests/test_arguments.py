@@ -125,7 +125,7 @@ def test_paths_and_devices(tmp_path):
     for call in (
         lambda: pyg_sar.write_partitions(graph(), 2, None),
         lambda: pyg_sar.load_partition(3),
-        lambda: pyg_sar.load_model(None),
+        lambda: pyg_sar.tools.load_model(None),
     ):
         with pytest.raises(TypeError, match=r"Expected '(root|checkpoint)' to be a path \(got"):
             call()

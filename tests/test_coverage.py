@@ -1,4 +1,4 @@
-"""Every class that PyG exports: exact on workers, or refused by name (docs/coverage.md)."""
+"""Every class that PyG exports: exact on workers, or refused by name (docs/what-runs.md)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from coverage_case import GRAPHS
 from coverage_judge import WORLD, Outcome, judge
 from coverage_modules import TABLES
-from coverage_report import render, verdicts_in
+from coverage_report import TITLE, render, verdicts_in
 from oracle import Partitions
 from torch_geometric.data import Data
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "coverage.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "what-runs.md"
 CASES = {
     f"{kind}:{name}{', ' * bool(option)}{option}": case
     for kind, (_, table) in TABLES.items()
@@ -47,7 +47,8 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Outcome]]:
     if path is not None:
         missing = sorted(CASES.keys() - found.keys())
         assert not missing, f"{path} is not written: no outcome for {missing}"
-        Path(path).write_text(render([found[name] for name in CASES]))
+        prose = DOCUMENT.read_text().partition(TITLE)[0]
+        Path(path).write_text(prose + render([found[name] for name in CASES]))
 
 
 @pytest.mark.parametrize("kind", TABLES)

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import threads
 from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCN, GCNConv, HeteroConv, SAGEConv, global_mean_pool
@@ -72,11 +71,6 @@ class MyModel(torch.nn.Module):
         return self.conv(x, edge_index)
 
 
-class Readout(MyModel):
-    def forward(self, x, edge_index, batch):
-        return global_mean_pool(super().forward(x, edge_index), batch)
-
-
 def a_graph() -> Data:
     mask = torch.arange(30) % 3
     return Data(
@@ -118,7 +112,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
         "partition": ["partitioning"],
         "plan": ["planning", "verify", "training"],
         "train": ["training"],
-        "run": ["scripts"],
+        "run": ["whole-graph"],
         "predict": ["inference", "training"],
         "verify": ["verify", "training"],
     }.items(),
@@ -291,23 +285,22 @@ def test_reductions_over_all_nodes(tmp_path):
     names = {"softmax": softmax, "scatter": scatter, "global_mean_pool": global_mean_pool}
 
     def work() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
-        model = pyg_sar.distribute(Readout(), view="local")
-        names_here = {**names, "F": F, "pyg_sar": pyg_sar, "data": data, "model": model}
-        run("docs/global.md", snippets("docs/global.md"), x=data.x, gate=data.x, **names_here)
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        reductions = snippets("docs/what-runs.md")[:1]
+        run("docs/what-runs.md", reductions, x=data.x, gate=data.x, data=data, **names)
 
-    threads(work, 3)
+    host(work, 3)
 
 
 def test_heterogeneous_graphs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = snippets("docs/hetero.md")
+    (_, code) = snippets("docs/what-runs.md")
     once, each = code.split("\n\n")
-    run("docs/hetero.md", [once], pyg_sar=pyg_sar, data=a_hetero_graph())
+    run("docs/what-runs.md", [once], pyg_sar=pyg_sar, data=a_hetero_graph())
 
     def work() -> None:
         model = HeteroConv({(s, "to", t): SAGEConv((-1, -1), 3) for s, t in ("ab", "ba")})
-        run("docs/hetero.md", [each], pyg_sar=pyg_sar, model=model)
+        run("docs/what-runs.md", [each], pyg_sar=pyg_sar, model=model)
 
     host(work, 4)
 
@@ -359,7 +352,7 @@ def test_the_global_view(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
     names = {"pyg_sar": pyg_sar, "torch": torch, "F": F, "GCN": GCN, "num_classes": 3}
-    for code in snippets("docs/global-view.md"):
+    for code in snippets("docs/whole-graph.md"):
         exec(code, names)
         assert 0 <= names["accuracy"] <= 1
 
@@ -405,7 +398,7 @@ def test_links_between_documents_lead_somewhere():
 def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
-    tried = ("compiled", "global", "hetero", "inference", "larger-than-memory", "link_prediction")
-    tried = (*tried, "global-view", "launching", "planning", "recipes")
+    tried = ("compiled", "what-runs", "inference", "larger-than-memory", "link_prediction")
+    tried = (*tried, "whole-graph", "launching", "planning", "recipes")
     found = {name for name in names if snippets(name)}
     assert found == {"README.md", *(f"docs/{name}.md" for name in (*tried, "training", "verify"))}

@@ -39,7 +39,7 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
 
 
 def powers(root: Any, out: Any, loops: bool) -> None:
-    pyg_sar.propagate_features(root, K, out, add_self_loops=loops)
+    pyg_sar.tools.propagate_features(root, K, out, add_self_loops=loops)
 
 
 @pytest.mark.parametrize(

@@ -414,21 +414,11 @@ POOLINGS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Tensor]]]
     "EdgePooling": (lambda: gnn.EdgePooling(HIDDEN), first),
     "ClusterPooling": (lambda: gnn.ClusterPooling(HIDDEN), first),
     "ASAPooling": (lambda: gnn.ASAPooling(HIDDEN), first),
-    "PANPooling": (
-        lambda: gnn.PANPooling(HIDDEN),
-        lambda pooling, x, edges, batch: pooling(x, _matrix(edges, x), batch)[0],
-    ),
     "MemPooling": (
         lambda: gnn.MemPooling(HIDDEN, 3, 2, 2),
         lambda pooling, x, edges, batch: pooling(x, batch)[0],
     ),
 }
-
-
-def _matrix(edges: Tensor, x: Tensor) -> Any:
-    from torch_geometric.typing import SparseTensor
-
-    return SparseTensor.from_edge_index(edges, x.new_ones(edges.size(1)), (x.size(0), x.size(0)))
 
 
 for _name, (_make, _call) in POOLINGS.items():
@@ -529,6 +519,7 @@ OTHER = {
     **dict.fromkeys(("Node2Vec", "MetaPath2Vec"), "samples walks"),
     **dict.fromkeys(("TGNMemory", "RENet"), "events in order"),
     **dict.fromkeys(("SchNet", "DimeNet", "DimeNetPlusPlus", "ViSNet", "GNNFF"), "molecules"),
+    "PANPooling": "takes a SparseTensor",
     **dict.fromkeys(("GPSE", "GRetriever", "LPFormer"), "needs other packages"),
 }
 

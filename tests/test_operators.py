@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from combinations import some
-from oracle import threads
+from oracle import parts
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -197,7 +197,7 @@ def test_every_operator_is_right_or_refused(group: str, pytestconfig: pytest.Con
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for found in threads(sweep, WORLD, op, samples):
+            for found in parts(sweep, WORLD, op, samples):
                 problems += found
     assert problems == []
 
@@ -210,4 +210,4 @@ def test_a_wrong_operator_would_be_found() -> None:
         input, args, kwargs = torch.arange(9.0), (), {}
 
     run = lambda: tried(wrong, Sample, layout(9), False)  # noqa: E731
-    assert threads(run, WORLD) == ["other values"] * WORLD
+    assert parts(run, WORLD) == ["other values"] * WORLD

@@ -427,13 +427,13 @@ def test_models_without_remembering_arguments(tmp_path: Path):
     model = Mine(6)
     trainer = trained(model, path, arguments=arguments)
     for weights, state in (("last", model.state_dict()), ("best", trainer.best_state)):
-        found = pyg_sar.load_model(path, Mine, weights=weights)  # type: ignore[arg-type]
+        found = pyg_sar.tools.load_model(path, Mine, weights=weights)  # type: ignore[arg-type]
         assert type(found) is Mine and same(found, state) and not any(modes(found))
     stock = {"in_channels": FEATURES, "hidden_channels": 4, "num_layers": 2, "cached": True}
     plain = GCN(**stock, out_channels=CLASSES)
     pyg = {"name": "GCN", "arguments": {**stock, "out_channels": CLASSES}}
     trainer = trained(plain, path, pyg=pyg)
-    found = pyg_sar.load_model(path)
+    found = pyg_sar.tools.load_model(path)
     assert type(found) is GCN and same(found, trainer.best_state)
     assert not found.convs[0].cached  # The next graph is another one.
 
@@ -455,11 +455,11 @@ def test_checkpoints_of_which_no_model_can_be_built(tmp_path: Path):
     for extra, make, message in wrong:
         trained(model, path, 1, **extra)
         with pytest.raises(CheckpointError, match=message):
-            pyg_sar.load_model(path, make)
+            pyg_sar.tools.load_model(path, make)
     with pytest.raises(ValueError, match="'best' or 'last' .got 'worst'"):
-        pyg_sar.load_model(path, weights="worst")  # type: ignore[arg-type]
+        pyg_sar.tools.load_model(path, weights="worst")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="there is no such file"):
-        pyg_sar.load_model(tmp_path / "none.ckpt")
+        pyg_sar.tools.load_model(tmp_path / "none.ckpt")
 
 
 STOCK = {"in_channels": FEATURES, "hidden_channels": 4, "num_layers": 2, "out_channels": CLASSES}
@@ -487,7 +487,7 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path, capsys, monkeypatch: pytest.M
         state = {"extra": {"pyg": {"name": name, "arguments": arguments}}}
         pyg_sar.train.save_checkpoint(path, nn.Linear(1, 1), state=state)
         with pytest.raises(CheckpointError, match=message):
-            pyg_sar.load_model(path)
+            pyg_sar.tools.load_model(path)
         command = ["predict", "--checkpoint", str(path), "--parts", str(tmp_path / "parts")]
         assert cli.main([*command, "--out", str(tmp_path / "o.npy")]) != 0
         assert message in capsys.readouterr().err and not sign.exists()
@@ -508,7 +508,7 @@ def test_without_validation_nodes_the_last_weights_are_taken(tmp_path: Path):
     config = pyg_sar.train.TrainConfig(epochs=1)
     saving = CheckpointEvery(path, 1, arguments={"hidden": 6})
     pyg_sar.Trainer(model, data, config, callbacks=[saving]).fit()
-    assert same(pyg_sar.load_model(path, Mine), model.state_dict())
+    assert same(pyg_sar.tools.load_model(path, Mine), model.state_dict())
 
 
 # pyg-sar predict ##############################################################
@@ -534,7 +534,7 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     assert cli.main([*predict, "two.npy"]) == 0
     assert "200 rows of [3] written to two.npy" in capsys.readouterr().out
     data: Any = merge_partitions("parts")
-    expected = whole(pyg_sar.load_model("run.ckpt"), data)
+    expected = whole(pyg_sar.tools.load_model("run.ckpt"), data)
     for name in ("one.npy", "own.npy", "two.npy"):
         assert np.allclose(np.load(name), expected.numpy(), rtol=0, atol=1e-5), name
 
@@ -565,7 +565,7 @@ def test_a_model_that_was_trained_with_labels(
     with pytest.raises(ValueError, match=rf"label {CLASSES - 1}; classes are 0 to {CLASSES - 2}"):
         pyg_sar.train.with_labels(graph.x, graph.y, known, CLASSES - 1)
     expected = whole(model, graph)
-    assert torch.equal(whole(pyg_sar.load_model("run.ckpt"), graph), expected)
+    assert torch.equal(whole(pyg_sar.tools.load_model("run.ckpt"), graph), expected)
     assert np.allclose(np.load("out.npy"), expected.numpy(), rtol=0, atol=1e-5)
     graph.x[:, -CLASSES:] = 0.0  # The labels count.
     assert not np.allclose(np.load("out.npy"), whole(model, graph).numpy(), rtol=0, atol=1e-3)

@@ -119,7 +119,7 @@ class Curve(Callback):
 def on_workers(root: Path, out: Path) -> dict[str, Run]:
     """All recipes on a partition."""
     torch.set_default_dtype(torch.float64)  # PyG's LabelPropagation makes tensors of it.
-    pyg_sar.propagate_features(root, 2, out)
+    pyg_sar.tools.propagate_features(root, 2, out)
     data = pyg_sar.load_partition(out)
     found = {}
     for name, model in models().items():

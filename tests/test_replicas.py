@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, parts, workers
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import FileStore
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GAT, GATConv, GCNConv
 
@@ -211,20 +211,27 @@ class Outer(torch.nn.Module):
         return self.inner(*inputs)
 
 
-def test_other_summations_are_refused(root: Path):
-    """DistributedDataParallel around a converted model, further out, and inside."""
+def test_distributed_data_parallel(root: Path, tmp_path: Path):
+    """Around a distributed model it averages what is complete on all; inside it is refused."""
+    plain = GAT(CHANNELS, 16, 2, OUT).double()
+    data = make_graph()
+    node_losses(plain(data.x, data.edge_index)).mean().backward()
+    expected = [p.grad for p in plain.parameters()]
+    plain.zero_grad()
 
-    def worker(root: Path) -> list[str]:
+    def worker(root: Path) -> tuple[list[list[Tensor]], str]:
+        rank = pyg_sar.comm.current().rank
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        data = pyg_sar.load_partition(root)
-        plain = GAT(CHANNELS, 16, 2, OUT).double()
-        model: Any = pyg_sar.distribute(copy.deepcopy(plain))
-        return [
-            refusal(lambda: DistributedDataParallel(model)(data.x, data.edge_index)),
-            refusal(lambda: DistributedDataParallel(Outer(model))(data.x, data.edge_index)),
-            refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain))),
-        ]
+            store = FileStore(str(tmp_path / "store"), WORLD)
+            torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        data, found = pyg_sar.load_partition(root), []
+        for around in (lambda m: m, Outer):
+            model: Any = pyg_sar.distribute(copy.deepcopy(plain))
+            out = DistributedDataParallel(around(model))(data.x, data.edge_index)
+            node_losses(out).mean().backward()
+            found.append([p.grad for p in model.parameters()])
+        return found, refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain)))
 
-    for found in workers(worker, WORLD, root):
-        assert all("without DistributedDataParallel" in message for message in found), found
+    for found, message in workers(worker, WORLD, root):
+        torch.testing.assert_close(found, [expected] * 2, rtol=1e-10, atol=1e-10)
+        assert "without DistributedDataParallel" in message

@@ -247,7 +247,7 @@ def test_only_regular_files_are_read(tmp_path: Path):
             load_graph(str(source))
     os.mkfifo(tmp_path / "c")
     with pytest.raises(CheckpointError, match="there is no such file"):
-        pyg_sar.load_model(tmp_path / "c")
+        pyg_sar.tools.load_model(tmp_path / "c")
 
 
 def test_a_report_follows_no_link(tmp_path: Path):

@@ -568,7 +568,7 @@ def test_verify_names_it(graph: Data) -> None:
 
 
 def test_the_document_names_every_convolution() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "transform_first.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "how_it_works.md").read_text()
     assert [name for name in gnn.conv.__all__[1:] if f"`{name}" not in text] == []
 
 

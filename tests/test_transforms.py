@@ -1,6 +1,6 @@
 """PyG's transforms on a loaded graph: the numbers of one process, or an error. Nothing else.
 
-``docs/transforms.md`` names those that are refused.
+``docs/what-runs.md`` names those that are refused.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def graphs() -> list[Data]:
 
 def names() -> list[str]:
     """PyG's transforms that the documentation names: later versions may have more."""
-    text = (Path(__file__).resolve().parent.parent / "docs" / "transforms.md").read_text()
+    text = (Path(__file__).resolve().parent.parent / "docs" / "what-runs.md").read_text()
     documented = set(re.findall(r"`(\w+)`", text))
     return sorted((set(T.__all__) & documented) - NOT_TRIED)
 
@@ -189,7 +189,7 @@ def test_each_is_right_or_refused(tmp_path: Path, repository: Path):
             assert name not in REFUSED or ("DistributedIndexError" in said and name in said), said
             assert name in REFUSED or not said, (name, said)
     tried = {name for (name, _), k in zip(cases(), graph_of, strict=True) if k >= 0}
-    text = (repository / "docs" / "transforms.md").read_text()
+    text = (repository / "docs" / "what-runs.md").read_text()
     right = text.partition("Right:")[2].partition("Refused:")[0]
     assert tried - {"own", *REFUSED} == set(re.findall(r"`(\w+)`", right)), tried
 

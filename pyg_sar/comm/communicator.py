@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,13 +38,6 @@ from pyg_sar.ledger import Label, spoken
 from pyg_sar.wording import counted
 
 
-class Listener(Protocol):
-    """An object that is told where a backward pass is."""
-
-    def returning(self) -> None:
-        """Is called when the pass begins to return gradients of rows."""
-
-
 class Communicator(ABC):
     """Transfers between the workers of a group.
 
@@ -73,30 +65,15 @@ class Communicator(ABC):
         """Operations between workers that read each other's memory, if there are such."""
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
-        self.global_pass = -1
-        """The last backward pass in which an operator was given a node tensor."""
         self.layouts: dict[int, Any] = {}
-        """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
+        """Where nodes lie, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
+        self.in_layer = False
+        """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False
-        self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
-        self._joined = 0
-
-    def add_listener(self, listener: Listener) -> None:
-        """Has :meth:`returning` call ``listener``, as long as that lives; alike on every worker."""
-        self._listeners[self._joined] = listener
-        self._joined += 1
-
-    def returning(self) -> None:
-        """Tells the listeners that a backward pass begins to return gradients of rows.
-
-        Every worker calls it at the same places of its program.
-        """
-        for _, listener in sorted(self._listeners.items()):
-            listener.returning()
 
     def __repr__(self) -> str:
         return (

@@ -217,7 +217,6 @@ class _Run(torch.autograd.Function):
             refuse_second_derivative(kernel.title, kernel.second_derivative)
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        kernel.schedule.plan.comm.returning()
         # Messages run again: what they read tells its operators by its class, which is switched off
         # where the loss is of a class of its own.
         try:

@@ -199,7 +199,6 @@ class _HaloGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.given[0].comm.returning()
         return _HaloReduce.apply(grad, *ctx.given), None, None, None
 
 
@@ -236,7 +235,6 @@ def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = 
     back: Label = (layer, "backward", "gradient")
 
     def give_back(gradient: Tensor) -> Tensor:
-        plan.comm.returning()
         return _return_halo(gradient, plan, back, add_rows, wire)
 
     fetch = partial(_fetch_halo, plan=plan, label=label, wire=wire)

@@ -358,7 +358,7 @@ def _is_projection(term: Any, value: Tensor, weight: Any) -> bool:
     (left, number), (right, place) = product.next_functions
     if weight.grad_fn is None:
         weighted = getattr(right, "variable", None) is weight
-    else:  # in the global view a parameter comes through a node that sums its gradients
+    else:  # On workers a parameter comes through a node that sums its gradients.
         weighted = right is weight.grad_fn and place == weight.output_nr
     return weighted and left is made and number == value.output_nr
 

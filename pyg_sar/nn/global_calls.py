@@ -41,7 +41,7 @@ from pyg_sar.nn.global_inputs import (
 )
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
@@ -245,17 +245,14 @@ class _Call:
             kwargs: The same by name.
         """
         policy = getattr(self.module, "policy", None)
-        rows: DrawsOfForward | None = getattr(self.module, "model_draws", None)
+        rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
         silent = policy is not None and (not self.module.training or draws_nothing(self.module))
         if policy is None or (policy.random is not None and silent):
             yield
             return
         if policy.random is not None and rows is not None:
-            rows.enter(self.module, args, kwargs)
-            try:
+            with rows.around(self.module, args, kwargs):
                 yield
-            finally:
-                rows.leave()
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

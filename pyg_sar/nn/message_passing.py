@@ -43,7 +43,7 @@ from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.model_draws import (
-    DrawsOfForward,
+    DrawsOfLayers,
     away,
     computed,
     drawing,
@@ -112,7 +112,7 @@ class DistMessagePassing(MessagePassing):
     _one_shot_call: bool = False
     _has_tile_values: bool = False
     _transforms_first: bool = False
-    model_draws: DrawsOfForward | None = None  # Set by `distribute`, with SARPolicy(random=...).
+    model_draws: DrawsOfLayers | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
     compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
 

@@ -1,6 +1,6 @@
 """Random numbers that don't depend on the number of workers: outside of messages, and in them.
 
-[Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches the model's
+[Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches a layer's
 forward pass. A random tensor with as many rows as this worker has nodes, on every worker, is this
 worker's rows of one for all nodes; with as many as an ``edge_index`` has edges, of one for all
 edges. One of another shape that is the same on all workers is drawn alike by all. The workers ask
@@ -32,7 +32,6 @@ from pyg_sar.message.edge_draws import (
     Drawing,
     EdgeDraws,
     Strength,
-    check_alike,
     generator_mark,
     in_other_order,
     out_of_order,
@@ -56,12 +55,12 @@ _REFUSED = {
 
 
 class ModelDraws(Drawing):
-    """Draws the random numbers of one forward pass. See [Note: rows of nodes].
+    """Draws the random numbers of one call of a layer. See [Note: rows of nodes].
 
     Args:
         comm: The workers.
         strength: ``'same'`` or ``'keyed'``.
-        title: The model, for messages.
+        title: The layer, for messages.
         given: The arguments of ``forward``, among which are its edges.
     """
 
@@ -71,11 +70,6 @@ class ModelDraws(Drawing):
         self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
         self._total: int | None = None
         self._away = 0
-
-    def check_start(self) -> None:
-        """Raises unless the generators are in the same state. All workers call this together."""
-        mark = generator_mark(self._comm.device)
-        check_alike(self._comm, mark, self._title, self._draws.strength)
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -251,11 +245,11 @@ _OF_SHAPE: dict[Any, Callable[..., tuple[Fill, Any]]] = {
 }
 
 
-# Around a layer's forward pass ################################################
+# Around a layer's call ########################################################
 
 
-class DrawsOfForward:
-    """Opens :class:`ModelDraws` around a layer's forward pass, and closes it.
+class DrawsOfLayers:
+    """Opens :class:`ModelDraws` around a layer's call, and closes it.
 
     Args:
         comm: The workers.
@@ -266,29 +260,29 @@ class DrawsOfForward:
         self.comm, self.strength = comm, strength
         self.open: list[ModelDraws] = []
 
-    def enter(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Opens what draws. When something is drawn, workers compare their generators.
+    @contextmanager
+    def around(self, layer: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+        """Draws meanwhile what the layer draws outside of its messages.
 
         Args:
             layer: The layer.
-            args: What it is called with.
+            args: What it is called with on this worker.
             kwargs: The same by name.
         """
         draws = ModelDraws(self.comm, self.strength, type(layer).__name__, (args, kwargs))
         self.open.append(draws)
-        draws.__enter__()
+        try:
+            with draws:
+                yield
+        finally:
+            self.open.pop()
 
-    def leave(self) -> None:
-        """Closes it again."""
-        if self.open:
-            self.open.pop().__exit__(None, None, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsOfForward:
-        return DrawsOfForward(self.comm, self.strength)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsOfLayers:
+        return DrawsOfLayers(self.comm, self.strength)
 
 
 @contextmanager
-def away(draws: DrawsOfForward | None) -> Iterator[None]:
+def away(draws: DrawsOfLayers | None) -> Iterator[None]:
     """Lets layers see to their own draws meanwhile."""
     if draws is None or not draws.open:
         yield

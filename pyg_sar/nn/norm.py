@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,23 +31,22 @@ from pyg_sar.reduction.moments import (
 )
 from pyg_sar.wording import counted
 
-_of_rows: ContextVar[bool] = ContextVar("rows of this worker", default=False)
-
 
 @contextmanager
 def own_rows_only() -> Iterator[None]:
-    """What modules are called with meanwhile are this worker's rows of a tensor of all workers."""
-    token = _of_rows.set(True)
+    """Lets modules take what they are called with meanwhile for this worker's rows."""
+    comm = current()
+    before, comm.in_layer = comm.in_layer, True
     try:
         yield
     finally:
-        _of_rows.reset(token)
+        comm.in_layer = before
 
 
 def counts_all(norm: torch.nn.Module) -> bool:
     """Returns whether a norm takes its statistics over all workers' rows, not over what it gets."""
     local = "shared_parameters" not in vars(norm)
-    return current().world_size > 1 and (local or _of_rows.get())
+    return current().world_size > 1 and (local or current().in_layer)
 
 
 # Norms per graph #############################################################
@@ -240,7 +238,7 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
     @between_graphs
     def forward(self, input: Tensor) -> Tensor:
         """See :class:`torch.nn.InstanceNorm1d`."""
-        if not _of_rows.get() or current().world_size == 1:
+        if not current().in_layer or current().world_size == 1:
             return super().forward(input)
         own = self.affine or self.track_running_stats  # of channels, which rows would be then
         if own or input.dim() != 2 or input.size(1) != self.num_features:

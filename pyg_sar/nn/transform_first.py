@@ -9,7 +9,7 @@ r"""Linear maps that a layer applies to sums of rows, applied to the source rows
 ``SAGEConv(256, 40)`` sums rows of 256 numbers, then maps them to 40. Mapped first, 40 are sent,
 summed and kept. The two sides differ by rounding alone. A layer is recognized by its class and
 options where its methods are PyG's own and nothing watches the rows in between; biases are added
-after the sum, as PyG does. docs/transform_first.md lists PyG's layers.
+after the sum, as PyG does. docs/how_it_works.md lists PyG's layers.
 
 [Note: what travels] With rows of :math:`F` numbers, mapped to :math:`F'`, each of :math:`H` halo
 rows carries :math:`F` numbers in the forward pass and, if the rows take a gradient, :math:`F` in

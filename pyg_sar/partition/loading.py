@@ -78,6 +78,7 @@ def load_partition(
     _check_together(comm, root, metadata, tensors, problem)
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
+    torch.compiler.set_stance("force_eager")  # Graphs of it would lose node tensors' gradients.
     draw_alike(comm)
     return whole_graph(comm, metadata, tensors, place)
 

@@ -1,1 +1,3 @@
-"""Sums over workers: of moments of node rows, of parameters' gradients."""
+"""Sums over workers of moments and of gradients of parameters; rows of all workers in one file."""
+
+__all__: list[str] = []

@@ -188,11 +188,8 @@ class NodeTensor(Tensor):
             found = refused
         kwargs = kwargs or {}
         own = next((one for one in args if isinstance(one, NodeTensor)), None)
-        if own is not None:
-            if (task := torch._C._current_graph_task_id()) != -1:
-                own.rows.comm.global_pass = task
-            if own.rows.comm.host is not None:
-                own.rows.check_part()
+        if own is not None and own.rows.comm.host is not None:
+            own.rows.check_part()
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         with _excludes(*_BITS[0]), _excludes(*_BITS[1]):

@@ -526,7 +526,7 @@ def _add_verify(commands: Any) -> None:
     command = _command(commands, "verify", _verify, _VERIFY_EPILOG)
     add = command.add_argument
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
-    add("--workers", type=int, default=3, metavar="N", help="threads of this process")
+    add("--workers", type=int, default=3, metavar="N", help="parts that this process hosts")
     add("--max-nodes", type=int, default=2000, metavar="N", help="look at a sample of N nodes")
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")

@@ -46,7 +46,7 @@ class LayerReport(Shown):
         output_error: The largest relative error of its outputs.
         gradient_error: The largest error of its parameters' gradients, relative to the largest
             gradient of the model.
-        transforms_first: It maps source rows before it sums them (docs/transform_first.md).
+        transforms_first: It maps source rows before it sums them (docs/how_it_works.md).
     """
 
     name: str

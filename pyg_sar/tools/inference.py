@@ -77,7 +77,7 @@ def infer(
     process computes them in turn, one layer after the other; what waits lies in files
     (docs/larger-than-memory.md; Linux, with the C++ kernels). There, and on the workers of a
     partition, which all call this, the model's own code sees tensors of the whole graph
-    (docs/global-view.md).
+    (docs/whole-graph.md).
 
     Args:
         model: The model, plain or distributed.

@@ -36,7 +36,7 @@ def load_model(
 
     .. code-block:: python
 
-        model = pyg_sar.load_model("run.ckpt")  # of pyg-sar train
+        model = pyg_sar.tools.load_model("run.ckpt")  # of pyg-sar train
         scores = pyg_sar.infer(model, data)
 
     Checkpoints of ``pyg-sar train`` name one of its models and its arguments; no other class is
@@ -48,7 +48,7 @@ def load_model(
     the file (so it must not run them as code)::
 
         CheckpointEvery("run.ckpt", every=10, arguments={"hidden": 64})
-        model = pyg_sar.load_model("run.ckpt", MyModel)  # MyModel(hidden=64)
+        model = pyg_sar.tools.load_model("run.ckpt", MyModel)  # MyModel(hidden=64)
 
     Args:
         checkpoint: The file.

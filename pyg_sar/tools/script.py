@@ -3,7 +3,7 @@
 Every worker runs all of the script. To the script the dataset's graph is the whole graph: its
 tensors are node tensors (``pyg_sar.tensors``), of which each worker holds its rows, and its models
 are distributed when they are first used. All workers draw the same random numbers, and only what
-rank 0 prints and writes is seen (docs/scripts.md).
+rank 0 prints and writes is seen (docs/whole-graph.md).
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def _trace_at_end(config: ScriptConfig, process: Process) -> Iterator[None]:
 
 
 RUN_EPILOG = """\
-the script is one for a single process, as it is (docs/scripts.md):
+the script is one for a single process, as it is (docs/whole-graph.md):
   pyg-sar run --workers 4 gcn.py --epochs 100
   torchrun --nproc-per-node 4 -m pyg_sar run gcn.py --epochs 100
 All options stand before the script; what follows it is for the script.

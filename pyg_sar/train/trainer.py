@@ -31,7 +31,7 @@ from torch_geometric.data import Data
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
-from pyg_sar.reduction.parameters import check_settings
+from pyg_sar.reduction.parameters import check_replicas, check_settings
 from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -366,6 +366,7 @@ class Trainer:
             ValueError: on every worker, when the model's parameters or buffers differ between them,
                 or a metric fails.
         """
+        check_replicas(self.model, self.comm)
         self.model.eval()
         self._show(None if self.labels is None else self.labels.mask)
         return self.rows.scores(self.forward, self.model)
