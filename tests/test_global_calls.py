@@ -18,7 +18,7 @@ from torch_geometric.nn import GATConv, GraphNorm, SAGEConv
 from torch_geometric.utils import softmax
 
 import pyg_sar
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, WorkerError
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.tensors import NodeTensor, mapped, whole
 
@@ -616,3 +616,21 @@ def test_all_gradients_of_rowwise_maps_travel_in_one_message(tmp_path: Path) -> 
                 assert (found is None) == (expected.grad is None)
                 if found is not None:
                     assert torch.allclose(found, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_of_unlike_generators_is_an_error(tmp_path: Path) -> None:
+    """Whether layers draw or not; what is drawn alike, or not kept, is none."""
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+
+    def drop(seed: int, p: float) -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        layer = pyg_sar.distribute(SAGEConv(6, 3).to(DOUBLE))
+        for begin in (0, 0, 0, seed):  # A layer's first calls compare the generators themselves.
+            torch.manual_seed(begin)
+            out = layer(torch.dropout(data.x, p, p > 0), data.edge_index)
+            out.square().sum().backward()
+
+    pyg_sar.launch(lambda: drop(1, 0.5), 2)
+    pyg_sar.launch(lambda: drop(pyg_sar.comm.current().rank, 0.0), 2)
+    with pytest.raises(WorkerError, match=r"The random generators of rank 1 and rank 0 are in"):
+        pyg_sar.launch(lambda: drop(pyg_sar.comm.current().rank, 0.5), 2)

@@ -69,6 +69,8 @@ class Communicator(ABC):
         """Where nodes lie, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
+        self.drawn = 0
+        """Tells the state of the random generators after the last draw of rows of all workers."""
         self.in_layer = False
         """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None

@@ -30,21 +30,13 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.space.draws import Draws, Fill, draw
+from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
 from pyg_sar.space.edge_ids import edge_ids, edge_places
 from pyg_sar.wording import counted
 
 Strength = Literal["same", "keyed"]
 
 _AGREE = ("", "", "agreement")
-
-
-def generator_mark(device: torch.device) -> int:
-    """Returns a number that tells states of PyTorch's default generators apart."""
-    mark = crc32(torch.get_rng_state().numpy().tobytes())
-    if device.type == "cuda":
-        mark = crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), mark)
-    return mark
 
 
 def check_alike(comm: Communicator, mark: int, title: str, strength: str) -> None:

@@ -40,10 +40,16 @@ def _is_silent(module: Any) -> bool:
     if kind in _PLAIN:
         return True
     words = _words(kind)
-    if words is None or words - {"dropout"} or not _OWN_METHODS.isdisjoint(vars(module)):
+    own = _OWN_METHODS & vars(module).keys()
+    if words is None or words - {"dropout"} or any(_is_users(vars(module)[n]) for n in own):
         return False
     given = [v for name, v in vars(module).items() if name.endswith(_HOOKS) or "drop" in name]
     return not any(given)
+
+
+def _is_users(method: Any) -> bool:
+    """Returns whether a method was put on a layer by its user, not meanwhile by this package."""
+    return not str(getattr(method, "__module__", "")).startswith("pyg_sar.")
 
 
 _HOOKS = ("forward_hooks", "forward_pre_hooks")

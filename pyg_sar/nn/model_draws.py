@@ -32,7 +32,6 @@ from pyg_sar.message.edge_draws import (
     Drawing,
     EdgeDraws,
     Strength,
-    generator_mark,
     in_other_order,
     out_of_order,
     told_order,
@@ -41,7 +40,7 @@ from pyg_sar.message.edge_draws import (
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex, name_of
-from pyg_sar.space.draws import Draws, Fill, draw
+from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
 from pyg_sar.space.edge_ids import edge_ids, edge_places
 
 _AGREE = ("", "", "agreement")

@@ -64,9 +64,13 @@ class SharedParameters:
             if layer is not None:
                 yield name, layer
 
-    def settings(self) -> list[str]:
-        """Returns a line for each plain attribute of the layers, alike on all workers."""
-        return [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+    def settings(self, comm: Communicator) -> list[str]:
+        """Returns a line for each plain attribute of the layers, alike on all workers.
+
+        And one for the state that random generators had when dropout, say, drew last.
+        """
+        rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+        return [*rows, f"state of the random generators: {comm.drawn}"]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
         """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.
@@ -100,7 +104,7 @@ class SharedParameters:
                 for name, one in self.layers()
                 for own, tensor in replicas(one)
             ]
-            check_tensors(named, self.settings(), comm)
+            check_tensors(named, self.settings(comm), comm)
 
     def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
         """Lets functions that get one of a model's parameters find these.
@@ -211,6 +215,6 @@ class _Shared(torch.autograd.Function):
         if torch.is_grad_enabled():  # Of this sum derivatives are asked for, too.
             return None, None, None, *summed_gradients(values, gradients, comm)
         shared = owner()
-        settings = [] if shared is None else shared.settings()
+        settings = [] if shared is None else shared.settings(comm)
         totals = post_totals(named, gradients, comm, settings)()
         return None, None, None, *(totals.get(id(parameter)) for parameter in values)

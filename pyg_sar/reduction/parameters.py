@@ -129,6 +129,12 @@ def reconcile(
     unlike = first_difference(settings, comm)
     if unlike is not None:
         rank, here, first = unlike
+        if here.startswith("state of the random generators"):
+            raise ValueError(
+                f"The random generators of rank {rank} and rank 0 are in different states (this is "
+                f"rank {comm.rank}), so that dropout, say, draws different numbers: call "
+                "torch.manual_seed() alike on all workers, and draw nothing on some of them alone"
+            )
         raise ValueError(
             f"A layer's attribute differs between the workers: '{here}' at rank {rank}, '{first}' "
             f"at rank 0 (this is rank {comm.rank}). Change it alike on every worker"

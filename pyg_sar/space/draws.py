@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import pi, prod
 from typing import Literal
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,15 @@ from pyg_sar.wording import counted
 
 #: The strengths of :class:`Draws`.
 STRENGTHS: tuple[str, ...] = ("same", "keyed")
+
+
+def generator_mark(device: torch.device) -> int:
+    """Returns a number that tells states of PyTorch's default generators apart."""
+    mark = crc32(torch.get_rng_state().numpy().tobytes())
+    if device.type == "cuda":
+        mark = crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), mark)
+    return mark
+
 
 _PIECE = 2**22  # values of a piece
 _BLOCK = 16  # values that PyTorch's CPU generator draws together

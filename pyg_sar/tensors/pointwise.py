@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.space.draws import drawn_rows, pieces
+from pyg_sar.space.draws import drawn_rows, generator_mark, pieces
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
+    Rule,
     by_gathering,
     into_plain,
     mapped,
@@ -156,10 +157,23 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 # Random numbers ###############################################################
 
 
+def _marked(draw: Rule) -> Rule:
+    """A rule that draws, after which the generators' state is known: see ``SharedParameters``."""
+
+    def rule_that_draws(func: Any, args: Any, kwargs: Any) -> Any:
+        found = draw(func, args, kwargs)
+        comm = node_tensors(args, kwargs)[0].rows.comm
+        comm.drawn = generator_mark(comm.device)
+        return found
+
+    return rule_that_draws
+
+
 @rule(
     *("bernoulli_", "uniform_", "normal_", "exponential_", "random_", "cauchy_", "log_normal_"),
     *("geometric_",),
 )
+@_marked
 def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     """Every worker draws what one process would draw, and keeps its rows."""
     target, *rest = args
@@ -230,6 +244,7 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @rule("rand_like", "randn_like", "randint_like")
+@_marked
 def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
     as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
@@ -241,6 +256,7 @@ def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule("bernoulli", "multinomial", "poisson", "normal", "binomial")
+@_marked
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """Drawn with the probabilities of all rows, which are gathered."""
     rows, axis = place(node_tensors(args, kwargs))
