@@ -48,7 +48,6 @@ EVERY = {
     "test_failures::test_operations_that_differ": 2,
     "test_fused_attention::test_layers_equal_pyg": 2,
     "test_fused_attention::test_the_backward_pass_sees_the_same_mask": 2,
-    "test_graph_norms::test_equal_to_one_process": 2,
     "test_hetero::test_models_equal_one_process": 2,
     "test_hetero::test_relational_layers_equal_one_process": 2,
     "test_hosting::test_kernels": 2,

@@ -44,13 +44,13 @@ def prepared(case: Case, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 
 def called(case: Case, layer: Any, data: Data, dtype: torch.dtype) -> tuple[list[Any], Any]:
     """Outputs, and inputs that want a gradient."""
-    given = leaves(case, data, dtype, torch.arange(data.num_nodes), 0)
+    given = leaves(case, data, dtype, 0)
     outs = [o.view(-1, 1) if o.dim() == 1 else o for o in tensors_of(invoke(case, layer, given))]
     return outs, {k: v for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
 
 
 def loss_of(outs: list[Tensor]) -> Tensor:
-    return weighted_sum(outs, torch.arange(outs[0].size(0))).mean()
+    return weighted_sum(outs).mean()
 
 
 def one_pass(case: Case, layer: Any, data: Data) -> list[Any]:

@@ -28,7 +28,6 @@ from torch_geometric.nn import MessagePassing, SimpleConv, global_max_pool
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.comm.collectives import largest_of_groups
 from pyg_sar.kernels import ops
 
 SWITCHES = (
@@ -298,16 +297,19 @@ def test_nan_in_a_readout_as_in_one_process(tmp_path: Path):
         assert all(map(same, found, run(data)))
 
 
-def test_a_backend_that_loses_nan():
+def largest(root: Path) -> Tensor:
+    data = pyg_sar.load_partition(root)
+    groups = data.group.view(-1, 1).expand(-1, 2)
+    out = torch.zeros(2, 2, dtype=data.x.dtype)
+    return out.scatter_reduce(0, groups, data.x, "amax", include_self=False)
+
+
+def test_the_largest_of_all_workers_may_be_nan(tmp_path: Path):
     """gloo's maximum of NaN and a number is the one or the other."""
-
-    class Losing:
-        world_size = 2
-
-        def all_reduce(self, tensor: Tensor, op: str, label: Any) -> Tensor:
-            return tensor.copy_(torch.fmax(tensor, torch.zeros_like(tensor)))
-
-    comm: Any = Losing()
-    x = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
-    out = largest_of_groups(x, torch.tensor([0, 0]), 1, comm)
-    assert same(out, torch.tensor([[2.0, math.nan]]))
+    x = torch.tensor([[1.0, math.nan], [2.0, 3.0], [0.0, 1.0], [5.0, 2.0]])
+    data = Data(x=x, edge_index=torch.tensor([[0, 1], [1, 2]]), group=torch.arange(4) // 2)
+    for part in ([0, 1, 0, 1], [1, 0, 1, 0]):
+        root = tmp_path / str(part[0])
+        pyg_sar.write_partitions(data, 2, root, torch.tensor(part))
+        for found in workers(largest, 2, root):
+            assert same(found, torch.tensor([[2.0, math.nan], [5.0, 2.0]]))

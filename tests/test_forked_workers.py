@@ -59,7 +59,7 @@ def test_no_launch_finds_what_another_left():
     assert all(found == (None, torch.float32, False) for *_, found in workers)
     pids, hashes, *drawn = (set(values) for values in list(zip(*workers, strict=True))[:5])
     assert len(pids) == 4 and [len(values) for values in drawn] == [4, 4, 4]
-    assert len(hashes) == 2 and launches[0][0][1] == launches[1][0][1]  # A seed for each rank.
+    assert len(hashes) == 1  # Sets of names have one order in all workers.
 
 
 def test_a_killed_one_is_missed():
