@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract_case import WORLD, Case, check, gradients, leaf, made, one_step
+from contract_case import WORLD, Case, Nonlinear, check, gradients, leaf, made, one_step
 from oracle import (
     ALL_POLICIES,
     BUDGET,
@@ -192,20 +192,6 @@ def test_rule_4_gradients_are_right_where_each_worker_draws_its_own(root: Path):
 # Rule 4: autocast ############################################################
 
 
-class LearnedMessage(MessagePassing):
-    """A matrix product inside the message: what autocast is about."""
-
-    def __init__(self, aggr: str = "sum") -> None:
-        super().__init__(aggr=aggr)
-        self.lin = Linear(2 * CHANNELS, OUT)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.propagate(edge_index, x=x)
-
-    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        return self.lin(torch.cat([x_i, x_j], -1)).tanh()
-
-
 CAST: dict[str, Callable[[], MessagePassing]] = {
     "sage": lambda: gnn.SAGEConv(CHANNELS, OUT),
     "sage, max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
@@ -213,8 +199,8 @@ CAST: dict[str, Callable[[], MessagePassing]] = {
     "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2),
     "gatv2": lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2),
     "transformer": lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2),
-    "learned": LearnedMessage,
-    "learned, max": lambda: LearnedMessage("max"),
+    "learned": Nonlinear,
+    "learned, max": lambda: Nonlinear("max"),
     "edge conv": lambda: gnn.EdgeConv(Sequential(Linear(2 * CHANNELS, 8), ReLU(), Linear(8, OUT))),
 }
 

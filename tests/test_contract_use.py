@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from contract_case import Nonlinear
 from oracle import (
     ALL_POLICIES,
     BUDGET,
@@ -59,20 +60,6 @@ def root(graph: Data, partitions: Partitions) -> Path:
     return partitions(graph, WORLD, "random")
 
 
-class Learned(MessagePassing):
-    """Case 2 with parameters in the message."""
-
-    def __init__(self, aggr: str = "sum") -> None:
-        super().__init__(aggr=aggr)
-        self.lin = Linear(2 * CHANNELS, OUT)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.propagate(edge_index, x=x)
-
-    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        return self.lin(torch.cat([x_i, x_j], dim=-1)).tanh()
-
-
 def check(title: str, model: torch.nn.Module, graph: Data, root: Path, **job: Any) -> None:
     sweep = Sweep(WORLD)
     sweep.add(title, Job(model.double(), root, **job), graph)
@@ -89,7 +76,7 @@ def test_inputs_changed_before_backward(root: Path):
         data = pyg_sar.load_partition(root)
         for policy in (REMADE, CHUNKED):
             for change in ("parameter", "features"):
-                layer: Any = pyg_sar.distribute(Learned().double(), policy)
+                layer: Any = pyg_sar.distribute(Nonlinear().double(), policy)
                 x = data.x.clone()
                 out = layer(x, data.edge_index)
                 with torch.no_grad():
@@ -147,7 +134,7 @@ def test_evaluation_before_backward(graph: Data, root: Path):
 
 def test_backward_without_grad_mode(root: Path):
     """``backward()`` under ``no_grad`` is legal; so is another forward pass in between."""
-    plain = Learned().double()
+    plain = Nonlinear().double()
 
     def worker() -> None:
         data = pyg_sar.load_partition(root)
@@ -178,8 +165,8 @@ class InPlace(torch.nn.Module):
 
 
 IN_PLACE: dict[str, Callable[[], MessagePassing]] = {
-    "sum": lambda: Learned(),
-    "mean": lambda: Learned("mean"),
+    "sum": lambda: Nonlinear(),
+    "mean": lambda: Nonlinear("mean"),
     "gcn": lambda: gnn.GCNConv(CHANNELS, OUT, bias=False),
     "sage": lambda: gnn.SAGEConv(CHANNELS, OUT, root_weight=False),
     "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2, bias=False),
@@ -201,7 +188,7 @@ class Checkpointed(torch.nn.Module):
         super().__init__()
         self.reentrant = reentrant
         self.before = Linear(CHANNELS, CHANNELS)
-        self.conv = Learned()
+        self.conv = Nonlinear()
         self.after = torch.nn.Identity() if last else Linear(OUT, OUT)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -248,7 +235,7 @@ class Shaped(torch.nn.Module):
 
 @pytest.mark.parametrize("how", ["transposed", "strided", "expanded", "constant"])
 def test_inputs_of_any_layout(how: str, graph: Data, root: Path):
-    for conv in (gnn.SAGEConv(CHANNELS, OUT), gnn.GATConv(CHANNELS, OUT), Learned("max")):
+    for conv in (gnn.SAGEConv(CHANNELS, OUT), gnn.GATConv(CHANNELS, OUT), Nonlinear("max")):
         check(f"{conv}, {how}", Shaped(conv, how), graph, root, policies=MODES)
 
 
@@ -432,7 +419,7 @@ def test_one_model_on_two_graphs(
 def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
     """Parameters, attributes, scopes and caches are as before, and the next call is right."""
 
-    class Fragile(Learned):
+    class Fragile(Nonlinear):
         def __init__(self) -> None:
             super().__init__()
             self.fails = [False]
