@@ -31,6 +31,7 @@ from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence, analyse, sample
+from pyg_sar.message.layer_facts import facts_of, hooks_of
 from pyg_sar.message.layer_state import pads
 from pyg_sar.message.message_checks import (
     RowAgreement,
@@ -131,16 +132,6 @@ def decomposition_of(layer: Any, complete: bool) -> Decomposition:
     return found
 
 
-class Choices(dict[Any, Choice]):
-    """Choices per kind of call. A copy of the layer starts without them, on all workers alike."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Choices:
-        return Choices()
-
-    def __reduce__(self) -> Any:
-        return Choices, ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Analysis:
     """The findings of one worker about a message."""
@@ -164,12 +155,6 @@ def title_of(layer: Any) -> str:
 def titled(kind: str, name: str, rank: int) -> str:
     """A layer's class and name, and the rank, for messages."""
     return f"{kind}{f' {name!r}' if name not in ('', kind) else ''} at rank {rank}"
-
-
-def choices_of(layer: Any) -> Choices:
-    """The choices that a layer remembers."""
-    found: Choices = layer.__dict__.setdefault("_choices", Choices())
-    return found
 
 
 class Chooser:
@@ -196,17 +181,16 @@ class Chooser:
         """
         kind, switches = self.layer.call_key(self.kwargs)
         key = (strategy, reason, self.layer.policy, kind)
-        choices = choices_of(self.layer)
+        facts = facts_of(self.layer)
+        choices = facts.choices
         known = choices.get((key, switches))
         if known is None:
             known = choices.get(key)
             if known is None or not self._still_holds(known):
-                of_rows = "rows", kind, switches  # whatever the policy
-                looked = choices.get(of_rows)
-                everywhere = self._agree_on_call(str(key), looked is not None)
-                rows = looked.rows if looked is not None and everywhere else None
-                known = choices[key] = self._decide(strategy, reason, rows)
-                choices[of_rows] = known
+                rows = facts.rows.get((kind, switches))
+                everywhere = self._agree_on_call(str(key), rows is not None)
+                known = choices[key] = self._decide(strategy, reason, rows if everywhere else None)
+                facts.rows[kind, switches] = known.rows
             choices[key, switches] = known
         # Of this graph, which may be another one than the last.
         return replace(known, sizes=self.rows.sizes()) if known.sizes else known
@@ -219,9 +203,7 @@ class Chooser:
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
         if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
-            return not (
-                self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks
-            )
+            return not hooks_of(self.layer, "aggregate")
         edge_level, some_edges = known.edge_level, True
         look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
         return (look.severity, *look.numbers) == known.found
@@ -263,7 +245,7 @@ class Chooser:
             source = 0 if self.layer.flow == "source_to_target" else 1
             if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
                 self._attempt("sequential", sizes)  # a second look, which refuses as well
-                if self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks:
+                if hooks_of(self.layer, "aggregate"):
                     self._attempt("chunked", sizes)  # The other doesn't aggregate by itself.
             return replace(self._whole(reason), out_rows=known)
         for attempt in ("sequential", "chunked"):
@@ -282,20 +264,21 @@ class Chooser:
         Returns:
             The attributes that it leaves with a row per edge.
         """
-        key = ("edge_update", self.layer.policy, self.layer.call_key(self.kwargs)[0])
-        choices = choices_of(self.layer)
-        if key in choices:
-            return choices[key].sets
+        key = self.layer.policy, self.layer.call_key(self.kwargs)[0]
+        known = facts_of(self.layer).edge_updates
+        if key in known:
+            return known[key]
         self._agree_on_call(str(key))
         method = "edge_update"
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
         _, agreed = self.rows.agree(levels, nodes, method)
-        choices[key] = Choice("one_shot", sets=agreed.keeps)
+        known[key] = agreed.keeps
         return agreed.keeps
 
     def _whole(self, reason: str) -> Choice:
-        if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
-            self.layer._warned = True
+        facts = facts_of(self.layer)
+        if reason != "asked for" and not facts.warned:
+            facts.warned = True
             warnings.warn(
                 f"{self.title} fetches its whole halo at once: {reason}. Its memory does not "
                 "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",

@@ -30,6 +30,7 @@ from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import PLAIN, Decomposition
 from pyg_sar.message.dependence import sample
 from pyg_sar.message.edge_draws import EdgeDraws
+from pyg_sar.message.layer_facts import draws_nothing, hooks_of, pristine
 from pyg_sar.message.layer_state import preserved_attributes
 from pyg_sar.message.message_checks import (
     Products,
@@ -153,7 +154,7 @@ def sums_call(
     found, needs, policy = choice.sums, choice.needs, layer.policy
     if found is None or needs is None or policy.kernels == "off":
         return None
-    if layer._message_forward_pre_hooks or layer._message_forward_hooks:
+    if hooks_of(layer, "message"):
         return None
     rows, weight = kwargs[found.source], None if found.weight is None else kwargs[found.weight]
     rows = rows[0] if isinstance(rows, tuple | list) else rows
@@ -188,10 +189,9 @@ def only_sums(
     layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
 ) -> SumsCall | None:
     """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
-    updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
-    hooks = layer._propagate_forward_pre_hooks or layer._propagate_forward_hooks
-    more = updates or hooks or choice.sets or layer.policy.random is not None
-    if more or type(layer.aggr_module) not in PLAIN:
+    updates = hooks_of(layer, "propagate") or not pristine(layer, "update", of=MessagePassing)
+    draws = layer.policy.random is not None and not draws_nothing(layer)
+    if updates or draws or choice.sets or type(layer.aggr_module) not in PLAIN:
         return None
     call = sums_call(layer, edge_index, kwargs, choice)
     return None if call is None or call.key is None else call

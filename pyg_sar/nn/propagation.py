@@ -19,6 +19,7 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.nn.transform_first import standing_in
@@ -307,8 +308,7 @@ def kept_normalisation(
         return
     version = None if weight is None else version_of(weight)
     # Not id(layer), which a later layer may get: on some workers only, and with other options.
-    itself = layer.__dict__.setdefault("_identity", object())
-    key = ("normalised", itself, x.dtype, id(weight), version)
+    key = ("normalised", facts_of(layer).identity, x.dtype, id(weight), version)
     found = edge_index.recall_together(key)
     layer._cached_edge_index = None if found is None else found[0]
     layer.cached = True
