@@ -30,7 +30,7 @@ from torch_geometric.nn.aggr import (
 from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
-from pyg_sar.message.dependence import Dependence, analyse, sample
+from pyg_sar.message.dependence import Dependence
 from pyg_sar.message.layer_facts import facts_of, hooks_of
 from pyg_sar.message.layer_state import pads
 from pyg_sar.message.message_checks import (
@@ -198,7 +198,8 @@ class Chooser:
     def _still_holds(self, known: Choice) -> bool:
         """True where the layer, some of whose attributes changed, needs the same as before."""
         if known.rows is not None and known.rows.mine is not None:
-            mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
+            self.rows.levels = known.rows.edges, known.rows.nodes
+            mine = self.rows.look(*self.rows.levels, "message")
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
@@ -223,12 +224,10 @@ class Chooser:
                     "them. Use an aggregation that does not"
                 )
         if found is None:
-            own = not is_known(self.layer)
-            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, True)
             mine, agreed = self.rows.agree(levels, nodes, "message")
-            if nodes:
-                agreed = replace(agreed, refused="")
             found = RowsFound(mine, levels, nodes, agreed)
+        self.rows.levels = found.edges, found.nodes
         sizes = self.rows.sizes() if found.agreed.numbers else {}
         choice = self._chosen(strategy, reason, found.agreed, sizes)
         return replace(choice, sizes=sizes, rows=found)
@@ -358,11 +357,10 @@ class Chooser:
                 most_edges(self.layer, self.edge_index, complete),
                 sizes,
             )
-            tile = sample(self.edge_index)
-            if tile.num_edges or not some_edges:
+            if self.edge_index.size(1) or not some_edges:
                 reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
                 linear = complete or reductions.linear
-                numbers = analyse(program, tile, reads, linear).encode()
+                numbers = self.rows.observation().needs(program, reads, linear).encode()
                 rows, sets = program.out_rows, program.sets
                 _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)

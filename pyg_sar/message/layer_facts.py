@@ -31,6 +31,20 @@ def hooks_of(layer: Any, *methods: str) -> list[Any]:
     return [hook for hooks in registered if hooks for hook in hooks.values()]
 
 
+def hooked(layer: Any, method: str, arguments: Any, *inputs: Any) -> Any:
+    """Returns what a method of a PyG layer gives with the hooks before and after it."""
+    before, after = hook_names(method)
+    for hook in getattr(layer, before).values():
+        result = hook(layer, (arguments,))
+        if result is not None:
+            arguments = result[0] if isinstance(result, tuple) else result
+    out = getattr(layer, method)(*inputs, **arguments)
+    for hook in getattr(layer, after).values():
+        result = hook(layer, (arguments,), out)
+        out = out if result is None else result
+    return out
+
+
 def pristine(layer: Any, *methods: str, of: type | None = None) -> bool:
     """Returns whether methods of a layer are those of its class, with no hooks around them.
 
