@@ -33,12 +33,7 @@ from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_kno
 from pyg_sar.message.dependence import Dependence
 from pyg_sar.message.layer_facts import facts_of, hooks_of
 from pyg_sar.message.layer_state import pads
-from pyg_sar.message.message_checks import (
-    RowAgreement,
-    edge_level_names,
-    maximum,
-    row_levels,
-)
+from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
@@ -197,16 +192,16 @@ class Chooser:
 
     def _still_holds(self, known: Choice) -> bool:
         """True where the layer, some of whose attributes changed, needs the same as before."""
-        if known.rows is not None and known.rows.mine is not None:
+        if known.rows is not None:
             self.rows.levels = known.rows.edges, known.rows.nodes
+        if known.rows is not None and known.rows.mine is not None:
             mine = self.rows.look(*self.rows.levels, "message")
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
         if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
             return not hooks_of(self.layer, "aggregate")
-        edge_level, some_edges = known.edge_level, True
-        look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
+        look = self._look(known.strategy == "chunked", True, known.sizes)
         return (look.severity, *look.numbers) == known.found
 
     def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
@@ -224,7 +219,7 @@ class Chooser:
                     "them. Use an aggregation that does not"
                 )
         if found is None:
-            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, True)
+            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs)
             mine, agreed = self.rows.agree(levels, nodes, "message")
             found = RowsFound(mine, levels, nodes, agreed)
         self.rows.levels = found.edges, found.nodes
@@ -234,7 +229,7 @@ class Chooser:
 
     def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Choice:
         known = () if rows.rows is None else (rows.rows,)
-        if rows.refused:  # One worker has all edges, and all nodes: it may read these by any id.
+        if rows.refused:  # One worker has all edges; several have raised.
             return replace(self._whole(rows.refused), out_rows=known)
         if rows.updates and strategy != "one_shot":
             names = ", ".join(f"'{name}'" for name in rows.updates)
@@ -269,7 +264,7 @@ class Chooser:
             return known[key]
         self._agree_on_call(str(key))
         method = "edge_update"
-        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, method)
         _, agreed = self.rows.agree(levels, nodes, method)
         known[key] = agreed.keeps
         return agreed.keeps
@@ -294,9 +289,8 @@ class Chooser:
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
-        edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
         some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
-        look = self._look(complete, edge_level, some_edges, sizes)
+        look = self._look(complete, some_edges, sizes)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:
@@ -319,7 +313,7 @@ class Chooser:
         choice = Choice(
             strategy,
             needs,
-            edge_level,
+            self.rows.levels[0],
             -agreed[1],
             tuple(
                 torch.empty(
@@ -333,13 +327,7 @@ class Chooser:
         )
         return choice, "", 0
 
-    def _look(
-        self,
-        complete: bool,
-        edge_level: dict[str, bool],
-        some_edges: bool,
-        sizes: dict[str, Any],
-    ) -> _Analysis:
+    def _look(self, complete: bool, some_edges: bool, sizes: dict[str, Any]) -> _Analysis:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
@@ -351,7 +339,7 @@ class Chooser:
                 self.layer,
                 self.edge_index,
                 self.kwargs,
-                edge_level,
+                self.rows.levels[0],
                 reductions.groups,
                 complete,
                 most_edges(self.layer, self.edge_index, complete),

@@ -27,12 +27,10 @@ def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int
     return result
 
 
-def unsuffixed(
-    layer: Any, kwargs: dict[str, Any], complete: bool, method: str = "message"
-) -> dict[str, Tensor]:
+def unsuffixed(layer: Any, kwargs: dict[str, Any], method: str = "message") -> dict[str, Tensor]:
     """Returns unsuffixed tensors by ``'name'`` (as in ``message``) or ``'method.name'``."""
     found: dict[str, Tensor] = {}
-    for value_kwargs, used in _methods(kwargs, complete, method):
+    for value_kwargs, used in _methods(kwargs, method):
         for name in layer.inspector.get_param_names(used):
             value = value_kwargs.get(name)
             if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
@@ -42,43 +40,26 @@ def unsuffixed(
     return found
 
 
-def _methods(
-    kwargs: dict[str, Any], complete: bool, method: str
-) -> Iterator[tuple[dict[str, Any], str]]:
+def _methods(kwargs: dict[str, Any], method: str) -> Iterator[tuple[dict[str, Any], str]]:
     yield kwargs, method
     if method == "message":
         yield kwargs, "update"
-    if complete:
         yield kwargs, "aggregate"
     for value in kwargs.values():
         if isinstance(value, DeferredEdge):
             yield value.kwargs, "edge_update"
 
 
-def edge_level_names(
-    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], complete: bool
-) -> dict[str, bool]:
-    """Finds the unsuffixed tensors that hold one row per edge on every worker.
-
-    Returns:
-        By name, as :func:`unsuffixed` gives it.
-    """
-    return row_levels(layer, edge_index, kwargs, complete)[0]
-
-
 def row_levels(
-    layer: Any,
-    edge_index: DistEdgeIndex,
-    kwargs: dict[str, Any],
-    complete: bool,
-    method: str = "message",
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], method: str = "message"
 ) -> tuple[dict[str, bool], dict[str, int]]:
-    """As :func:`edge_level_names`, and which hold a row per node (0: source, 1: target).
+    """Finds the unsuffixed tensors that hold one row per edge, or per node, on every worker.
 
     Returns:
-        The edge-level names and the node-level names.
+        By name, as :func:`unsuffixed` gives it: if there is a row per edge; and of tensors with a
+        row per node of which type (0: source, 1: target).
     """
-    found = unsuffixed(layer, kwargs, complete, method)
+    found = unsuffixed(layer, kwargs, method)
     if not found:
         return {}, {}
     sizes = (edge_index.size(1), edge_index.plan.num_local, edge_index.num_targets)
