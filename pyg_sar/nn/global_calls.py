@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    DynamicEdgeConv,
+    GravNetConv,
     HANConv,
     LabelPropagation,
     MessagePassing,
@@ -536,10 +538,11 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
+_FIND_EDGES = (DynamicEdgeConv, GravNetConv)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation, *_FIND_EDGES)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
-_DENSE = frozenset({"to_dense_adj"})
-"""Functions of edges whose result has all nodes; layers that call them work on these."""
+_OF_ALL = frozenset({"to_dense_adj", "knn", "knn_graph", "radius", "radius_graph"})
+"""Functions of, or on, all nodes; layers that call them work on these."""
 
 
 def _works_on_all_nodes(kind: Any) -> bool:
@@ -553,7 +556,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
     own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
     methods = [method for names in own for method in names.values()]
     return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
-        not _DENSE.isdisjoint(method.__code__.co_names)
+        not _OF_ALL.isdisjoint(method.__code__.co_names)
         for method in methods
         if inspect.isfunction(method)
     )
