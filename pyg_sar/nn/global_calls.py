@@ -247,7 +247,7 @@ class _Call:
         """
         policy = getattr(self.module, "policy", None)
         rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
-        silent = policy is not None and (not self.module.training or draws_nothing(self.module))
+        silent = policy is not None and draws_nothing(self.module)
         if policy is None or (policy.random is not None and silent):
             yield
             return
