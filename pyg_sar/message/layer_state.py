@@ -278,7 +278,7 @@ _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OWN = frozenset({
     *("_before_tiles", "_choices", "_edge_sets", "_edge_type", "_identity", "_not_fused"),
-    *("_warned", "own_graphs"),
+    *("_modules_seen", "_warned", "own_graphs"),
 })  # fmt: skip
 
 
