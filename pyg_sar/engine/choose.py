@@ -190,7 +190,7 @@ def only_sums(
     """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
     updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
     hooks = layer._propagate_forward_pre_hooks or layer._propagate_forward_hooks
-    more = updates or hooks or choice.sets or layer.policy.random is not None
+    more = updates or hooks or choice.sets or layer.may_draw()
     if more or type(layer.aggr_module) not in PLAIN:
         return None
     call = sums_call(layer, edge_index, kwargs, choice)

@@ -1,4 +1,4 @@
-"""Layers of PyG that draw no random numbers, of which no draw has to be watched."""
+"""Layers of PyG that draw no random numbers as they are, of which no draw has to be watched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def draws_nothing(layer: nn.Module) -> bool:
     """Returns whether it is sure that a layer draws no random numbers in a call.
 
     So it is of PyG's own classes whose modules say nothing of randomness in their source, but for
-    dropout whose probability is 0.
+    dropout whose probability is 0 or, in evaluation, any: PyG's and PyTorch's own modules ask their
+    ``training`` for it. A user's module may draw in evaluation, too.
     """
     if getattr(layer, "_edge_mask", None) is not None:
         return False
@@ -37,14 +38,14 @@ def draws_nothing(layer: nn.Module) -> bool:
 
 def _is_silent(module: Any) -> bool:
     kind: Any = type(module)
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
     words = _words(kind)
     own = _OWN_METHODS & vars(module).keys()
     if words is None or words - {"dropout"} or any(_is_users(vars(module)[n]) for n in own):
         return False
-    given = [v for name, v in vars(module).items() if name.endswith(_HOOKS) or "drop" in name]
-    return not any(given)
+    drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
+    return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
 
 
 def _is_users(method: Any) -> bool:
