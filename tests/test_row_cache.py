@@ -286,7 +286,7 @@ def test_a_real_graph(shared_data):
     halos = [halo.numpy() for halo in layout.halos]
     published = np.unique(np.concatenate(halos))
     needs = [np.searchsorted(published, halo) for halo in halos]
-    first = np.searchsorted(published, layout.node_offsets.numpy())
+    first = np.searchsorted(published, layout.sources.offsets.numpy())
     capacity = max(rows.size for rows in needs)
     rows = torch.randn(published.size, 4)
     found = {}

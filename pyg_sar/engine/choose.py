@@ -29,7 +29,7 @@ from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import PLAIN, Decomposition
 from pyg_sar.message.edge_draws import EdgeDraws
-from pyg_sar.message.layer_facts import draws_nothing, hooks_of, pristine
+from pyg_sar.message.layer_facts import hooks_of, pristine
 from pyg_sar.message.layer_state import preserved_attributes
 from pyg_sar.message.program import TileProgram, check_nodes
 from pyg_sar.message.recording import Products, Recording
@@ -79,7 +79,7 @@ def attention_kernel(
     # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
     # wire, and tanh has no states to merge: then all rows are pulled.
     pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
-    pushes &= plan.comm.host is None and edge_attr is None and attention.kind != "tanh"
+    pushes &= plan.comm.host is None and edge_attr is None and attention.score.softmax
     remember = edge_index.remember_together if pushes else edge_index.remember
     made = remember(("attention", pushes), dict)
     if key not in made:
@@ -187,8 +187,8 @@ def only_sums(
 ) -> SumsCall | None:
     """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
     updates = hooks_of(layer, "propagate") or not pristine(layer, "update", of=MessagePassing)
-    draws = layer.policy.random is not None and not draws_nothing(layer)
-    if updates or draws or choice.sets or type(layer.aggr_module) not in PLAIN:
+    more = updates or choice.sets or layer.may_draw()
+    if more or type(layer.aggr_module) not in PLAIN:
         return None
     call = sums_call(layer, edge_index, kwargs, choice)
     return None if call is None or call.key is None else call

@@ -203,16 +203,18 @@ class Observation:
                 stack.enter_context(mode)
             yield
 
-    def ran(self, out: Any, values: Sequence[Any], given: dict[str, Any], escaped: bool) -> None:
+    def ran(
+        self, out: Any, values: Sequence[Any], given: dict[str, Any], read: Sequence[Tensor]
+    ) -> None:
         """Takes what the run gave.
 
         Args:
             out: The messages.
             values: The operands as the layer got them.
             given: Other arguments.
-            escaped: Values were read through their memory, below the operators.
+            read: Tensors that were read through their memory, below the operators.
         """
-        self._out, self._moved, self._given, self._escaped = out, values, given, escaped
+        self._out, self._moved, self._given, self._read = out, values, given, read
 
     def needs(self, program: TileProgram, values_needed: bool, linear: bool) -> Dependence:
         """Returns what the message needs, with what becomes of it.
@@ -268,8 +270,8 @@ class Observation:
         messages = [one.messages for one in mapped]
         sources = {k: self.values[k] for k in program.numbers("source")}
         same = [k for k, rows in sources.items() if products.is_source(messages, rows)]
-        reads = recording.needs_values(sources.values())
-        reads |= self._escaped or opaque or values_needed
+        reads = recording.needs_values(sources.values(), self._read)
+        reads |= opaque or values_needed
         return Dependence(
             needs_gradient=bool(roots),
             needs_sources=bool(roots) and (reads or bool(pattern)),

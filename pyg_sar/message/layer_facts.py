@@ -82,6 +82,7 @@ class LayerFacts:
         edge_updates: Attributes that ``edge_update`` of all edges leaves, with a row per edge.
         silent: Kinds of calls that draw no random numbers.
         edge_sets: Those that ``edge_update`` of all edges has set since the last ``propagate``.
+        kinds: Classes of its modules, of which it is known that they treat each row for itself.
         transforms_first: The last call mapped source rows before it summed them.
         warned: It was said that all of the halo is fetched at once.
         not_fused: Values of ``training`` in which no kernel is for it on one process.
@@ -96,6 +97,7 @@ class LayerFacts:
     edge_updates: dict[Any, tuple[str, ...]] = field(default_factory=dict)
     silent: set[Any] = field(default_factory=set)
     edge_sets: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[type, ...] = ()
     transforms_first: bool = False
     warned: bool = False
     not_fused: set[bool] = field(default_factory=set)
@@ -136,7 +138,8 @@ def draws_nothing(layer: nn.Module) -> bool:
     """Returns whether it is sure that a layer draws no random numbers in a call.
 
     So it is of PyG's own classes whose modules say nothing of randomness in their source, but for
-    dropout whose probability is 0.
+    dropout whose probability is 0 or, in evaluation, any: PyG's and PyTorch's own modules ask their
+    ``training`` for it. A user's module may draw in evaluation, too.
     """
     if getattr(layer, "_edge_mask", None) is not None:
         return False
@@ -145,14 +148,14 @@ def draws_nothing(layer: nn.Module) -> bool:
 
 def _is_silent(module: Any) -> bool:
     kind: Any = type(module)
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
     words = _words(kind)
     own = _OWN_METHODS & vars(module).keys()
     if words is None or words - {"dropout"} or any(_is_users(vars(module)[n]) for n in own):
         return False
-    given = [v for name, v in vars(module).items() if name.endswith(_HOOKS) or "drop" in name]
-    return not any(given)
+    drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
+    return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
 
 
 def _is_users(method: Any) -> bool:

@@ -42,7 +42,7 @@ class Recording(TorchDispatchMode):
 
     Attributes:
         calls: Operators, their arguments by place and by name, and their results.
-        saved: Tensors that autograd has saved.
+        saved: Aliases of what autograd has saved, but for parameters.
     """
 
     def __init__(self, before: Recording | None = None) -> None:
@@ -57,31 +57,40 @@ class Recording(TorchDispatchMode):
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Returns what keeps the tensors that autograd saves meanwhile."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+        saved = self.saved  # Graphs hold their hooks, which must hold no graph.
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.saved.append(tensor)
-        return tensor.detach()  # an alias, or an operator's output would own itself
+        def pack(tensor: Tensor) -> Tensor:
+            alias = tensor.detach()  # or an operator's output would own itself
+            if not isinstance(tensor, torch.nn.Parameter):
+                saved.append(alias)
+            return alias
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _same)
 
     def saved_bytes(self, known: Iterable[Tensor]) -> int:
         """Returns the bytes that autograd keeps, but for tensors that are there anyway."""
         held = {storage_of(t) for t in known}
         kept: dict[int, int] = {}
         for t in self.saved:
-            if storage_of(t) not in held and not isinstance(t, torch.nn.Parameter):
+            if storage_of(t) not in held:
                 most = t.untyped_storage().nbytes()
                 kept[storage_of(t)] = min(t.numel() * t.element_size(), most)
         return sum(kept.values())
 
-    def needs_values(self, sources: Iterable[Tensor]) -> bool:
-        """Returns whether anything that derives from these is saved, or leaves the operators."""
+    def needs_values(self, sources: Iterable[Tensor], read: Iterable[Tensor] = ()) -> bool:
+        """Returns whether anything that derives from these is saved, or leaves the operators.
+
+        Args:
+            sources: The tensors.
+            read: What was read below the operators.
+        """
         derived = {storage_of(t) for t in sources}
         for _, args, kwargs, out in self.calls:
             if any(storage_of(t) in derived for t in tensors_in(args, kwargs)):
                 if any(r is not None and not isinstance(r, Tensor) for r in tree_leaves(out)):
                     return True
                 derived |= {storage_of(t) for t in tensors_in(out)}
-        return any(storage_of(t) in derived for t in self.saved)
+        return any(storage_of(t) in derived for t in (*self.saved, *read))
 
     def reads_nodes(self, counts: Iterable[int], own: Iterable[Tensor], targets: Tensor) -> bool:
         """Returns whether rows of a node tensor are read by others than the targets' index.

@@ -269,7 +269,7 @@ class RowTrace(TorchDispatchMode):
         super().__init__()
         self.labels, self.sizes, self.other = labels, sizes, other
         self.steps: list[Step] = []
-        self.escaped = False  # values were read through their memory
+        self.read: list[Tensor] = []  # through their memory, below the operators
         self.causes = Causes()
         self.differs = False  # other operators ran than the time before
         self.asking = True
@@ -442,11 +442,10 @@ class Asked(TorchFunctionMode):
         trace = self._trace
         if func not in METADATA and any(isinstance(t, NodeTensor) for t in tree_leaves(args)):
             raise WholeGraphError(name_of(func))
-        if (func in _READS or func in _MEMORY) and isinstance(args[0], Tensor):
-            found = trace.escapes(args[0])
-            trace.escaped |= found
-            if found and func in _READS:
-                trace.causes.note("python", func.__name__)
+        if func in _MEMORY and isinstance(args[0], Tensor):
+            trace.read.append(args[0])
+        if func in _READS and isinstance(args[0], Tensor) and trace.escapes(args[0]):
+            trace.causes.note("python", func.__name__)
         if func is not torch.nn.functional.one_hot or len(args) + len(kwargs) < 2:
             return func(*args, **kwargs)
         # It asks for the least and the largest value, to check them.

@@ -257,7 +257,7 @@ class RowCheck:
                 nodes = self._updated(trace, out, moved, own)
         finally:
             state.restore()
-        seen.ran(out, moved, given, trace.escaped)
+        seen.ran(out, moved, given, trace.read)
         changed = {"*": changes, **{name: now for name, _, now in changes}}
         return _Run(trace, out, nodes, changed, seen)
 

@@ -109,12 +109,16 @@ def _dropout(layer: Any) -> dict[str, Any]:
     return {"p": p, "seed": int(torch.randint(2**62, ()))}
 
 
+def _is_plain_linear(linear: Any) -> bool:
+    """Says if a module is a product with its weight alone, which no hook watches."""
+    return is_plain_module(linear, Linear, torch.nn.Linear) and linear.bias is None
+
+
 def _edge_term(layer: Any, edge_attr: Any) -> dict[str, Any] | None:
     """Edge features and their weights, ``[D, heads, channels]``; ``None``: not the plain way."""
     if edge_attr is None:
         return {}
-    linear = layer.lin_edge
-    if not is_plain_module(linear, Linear, torch.nn.Linear) or linear.bias is not None:
+    if not _is_plain_linear(linear := layer.lin_edge):
         return None
     if not isinstance(edge_attr, Tensor) or edge_attr.dim() > 2:
         return None

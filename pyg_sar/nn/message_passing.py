@@ -154,8 +154,7 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
-            drawn = self.policy.random is not None and self.training
-            compiled = None if drawn else self.compiled_propagate
+            compiled = self.compiled_propagate
             if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
                 return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
@@ -283,7 +282,7 @@ class DistMessagePassing(MessagePassing):
             with travelling(self, edge_index.plan):
                 return compute()
         deferred = deferred_edge(compute, kwargs, edge_index.device)
-        if self.policy.random is None:
+        if not self.may_draw():
             return deferred
         return mark_deferred(self, deferred, edge_index.device)
 
@@ -299,6 +298,10 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
+
+    def may_draw(self) -> bool:
+        """Returns whether a message may draw random numbers as the policy's ``random`` says."""
+        return self.policy.random is not None and not draws_nothing(self)
 
     def _source_row(self) -> int:
         """Returns the row of ``edge_index`` that messages come from."""
@@ -362,8 +365,7 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        random = self.policy.random is not None and not draws_nothing(self)
-        with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
+        with drawing(self, edge_index, kwargs) if self.may_draw() else nullcontext() as draws:
             out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
@@ -458,7 +460,6 @@ class DistMessagePassing(MessagePassing):
         """Returns the call's plain edges and what stands for them, where the kernels are faster."""
         graphs = self.own_graphs
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
-        eligible &= self.policy.random is None or not self.training
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))

@@ -21,7 +21,8 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import made_for, why_missing_on
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import put_back
-from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
+from pyg_sar.space.distributed_index import DistEdgeIndex, Order, dist_edge_index, version_of
+from pyg_sar.space.edge_ids import Counted
 
 
 class NothingFused(Exception):
@@ -117,8 +118,11 @@ class OwnGraphs:
                 return graph
         with torch.inference_mode(False):
             nothing = torch.empty(0, dtype=torch.long, device=edge_index.device)
-            plan = HaloPlan(current(), sources, [0], nothing, [0])
+            numbers = torch.arange(sources, device=edge_index.device)
+            plan = HaloPlan(current(), sources, [0], nothing, [0], n_id=numbers)
             graph = dist_edge_index(edge_index.detach(), plan, targets=targets)
+            every = Counted(edge_index.size(1), edge_index.device)
+            graph.ordered(Order(every.numbers, every))
         self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
         del self._found[:-_MEMORY]
         return graph
