@@ -39,7 +39,7 @@ from pyg_sar.message.layer_facts import MODULE_HOOKS, hook_names
 from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
-_INNER_HOOKS = hook_names("propagate", "edge_update", "message_and_aggregate")
+_INNER_HOOKS = tuple(hook_names("propagate", "edge_update", "message_and_aggregate"))
 
 
 def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:

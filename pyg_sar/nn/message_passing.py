@@ -73,7 +73,7 @@ from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.partial_edges import inner
 
 _METHODS = ("message", "aggregate", "update", "edge_update")
-_HOOKS = hook_names("message", "aggregate", "edge_update")
+_HOOKS = tuple(hook_names("message", "aggregate", "edge_update"))
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
