@@ -143,7 +143,7 @@ class Cuts:
         return found
 
     def _message(self, cut: Cut) -> Tensor:
-        """What the owner of a cut's sources is told."""
+        """Packs a cut for the owner of its sources."""
         place = torch.searchsorted(cut.slots, cut.target[1], out_int32=self._index != torch.long)
         parts = [cut.rows, cut.source[1], place] + ([] if cut.pushed is None else [cut.pushed])
         return torch.cat([part.to(self._index) for part in parts])
@@ -228,9 +228,11 @@ class SplitEdges:
         self.pulled = []
         for unit, owner in enumerate(owners if self.pulls else (), start=1):
             cut = cuts.mine[owner]
-            ends = torch.searchsorted(cut.rows, cut.source[0]), cut.target[0]
+            source = torch.searchsorted(cut.rows, cut.source[0])
             sizes = cut.rows.numel(), edge_index.num_targets
-            self.pulled.append(EdgeRun(unit, *ends, cut.pulled, *sizes, by_source=by_source))
+            self.pulled.append(
+                EdgeRun(unit, source, cut.target[0], cut.pulled, *sizes, by_source=by_source)
+            )
         requests = dict(enumerate(cuts.requests))
         cuts.mine.clear()  # For the sake of memory: the runs are all that is kept.
         cuts.requests.clear()
@@ -240,11 +242,10 @@ class SplitEdges:
         self._counts = [requests[q].source.numel() for q in range(halo.world_size)]
         self.pushed = []
         for unit, peers in enumerate(self._peers, start=1):
-            *ends, columns = self._ends([requests.pop(peer) for peer in peers], peers)
-            num_slots = sum(self.slots.halo_counts[peer] for peer in peers)
-            sizes = halo.num_local, num_slots
-            self.pushed.append(EdgeRun(unit, *ends, columns, *sizes, by_source=by_source))
-            del ends, columns
+            ends = self._ends([requests.pop(peer) for peer in peers], peers)
+            sizes = halo.num_local, sum(self.slots.halo_counts[peer] for peer in peers)
+            self.pushed.append(EdgeRun(unit, *ends, *sizes, by_source=by_source))
+            del ends
         self._weights: OrderedDict[tuple[int, int], tuple[Tensor, list[Tensor]]] = OrderedDict()
 
     def _ends(

@@ -274,7 +274,8 @@ class PartSource(RowSource):
         name = comm.name_of("rows", self.label, str(kinds))
 
         def make() -> Tables:
-            if store is None or store.rows is None:
+            size = published.routes.first[-1] * _row_bytes(kinds)
+            if store is None or store.rows is None or store.holds(size):
                 return Tables(host, published.routes, kinds, self.label)
             return StoredTables(host, published.routes, kinds, self.label, store, store.rows)
 

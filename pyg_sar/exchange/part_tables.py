@@ -411,11 +411,10 @@ class Tables:
 
     def _room(self, part: int) -> list[Tensor]:
         """Room for a part's rows, of each message."""
-        first, device = self.routes.first, self.host.rows_on
+        first = self.routes.first
         if not self._rows:
             self._rows = [
-                torch.empty(first[-1], width, dtype=dtype, device=device)
-                for dtype, width in self.kinds
+                self.host.take_rows((first[-1], width), dtype) for dtype, width in self.kinds
             ]
         return [rows[first[part] : first[part + 1]] for rows in self._rows]
 
@@ -435,6 +434,9 @@ class Tables:
         torch.index_select(rows, 0, places, out=out)
 
     def _close(self) -> None:
+        store = self.host.store
+        for rows in self._rows if isinstance(store, PartStore) else ():
+            store.give_slots(rows, again=False)
         self._rows = []
 
 
