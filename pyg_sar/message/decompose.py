@@ -29,6 +29,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.utils import softmax
 
+from pyg_sar.message.layer_facts import hooked
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
 from pyg_sar.message.row_modules import foreign_module
 
@@ -292,7 +293,7 @@ def is_known(layer: MessagePassing) -> bool:
 
 
 class AggregateCheck:
-    """Tries a layer's aggregation. Communicates nothing.
+    """Tries a layer's aggregation, with hooks around it. Communicates nothing.
 
     Args:
         layer: The layer.
@@ -374,7 +375,7 @@ class AggregateCheck:
                 for module in layer.modules():
                     module.training = False
                 data = layer.inspector.collect_param_data("aggregate", {**given, **own})
-                out = layer.aggregate(messages, **data)
+                out = hooked(layer, "aggregate", data, messages)
             changes = [*state.changes()]
         finally:
             state.restore()

@@ -33,9 +33,9 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import check_modules
-from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
