@@ -21,7 +21,7 @@ import pyg_sar
 from pyg_sar.kernels import ops
 from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.layout import make_layout, partition_statistics
+from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
 from pyg_sar.partition.scratch import Scratch, is_symmetric
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.cli import main
@@ -210,7 +210,7 @@ def test_coarsened_is_balanced_and_keeps_neighbours_together() -> None:
 
     def measured(method: str) -> Any:
         part = assign_nodes(edge_index, count, parts, method)
-        return partition_statistics(make_layout(edge_index, part, parts))
+        return partition_statistics(group_edges(edge_index, NodeOrder.of(part, parts)))
 
     found, drawn = measured("coarsened"), measured("random")
     assert found.balance["nodes"] <= 1.1 and found.balance["edges"] <= 1.1
