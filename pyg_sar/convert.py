@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.message.row_modules import foreign_module
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -194,7 +195,8 @@ def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:
 def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
-    module.__class__ = global_class(kind)
+    layer = isinstance(module, MessagePassing)
+    module.__class__ = global_class(kind, layer and foreign_module(module) is not None)
     module.shared_parameters = shared
     shared.join(name or kind.__name__, module)
 

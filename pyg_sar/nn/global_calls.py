@@ -33,8 +33,9 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.nn.draws_nothing import draws_nothing
+from pyg_sar.message.row_modules import check_modules
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -89,6 +90,8 @@ class _Call:
                 "as 'x' and the edges as int64 [2, E]"
             )
         refuse_inner_hooks(module, self.comm.rank)
+        if layers and not isinstance(module, GlobalPropagation):
+            check_modules(module, self.comm.rank)
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
@@ -578,10 +581,15 @@ def named_as(dist: type, kind: type) -> type:
 
 
 @cache
-def global_class(kind: type) -> type:
-    """Returns a class of modules that also take and give tensors of the whole graph."""
+def global_class(kind: type, on_all_nodes: bool = False) -> type:
+    """Returns a class of modules that also take and give tensors of the whole graph.
+
+    Args:
+        kind: The class.
+        on_all_nodes: Its ``forward`` may do more than treat each row for itself.
+    """
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
-    if _works_on_all_nodes(kind):
+    if on_all_nodes or _works_on_all_nodes(kind):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))
