@@ -109,6 +109,29 @@ pyg_sar.write_partitions(graph(), 5, sys.argv[1], "random", memory="12MiB", prog
 """
 
 
+def test_an_assignment_of_types_is_taken_up(tmp_path: Path) -> None:
+    """Ctrl-C leaves it, and the same call goes on from there."""
+    data, said = hetero(), []
+
+    def partition(root: Path, last: str = "") -> None:
+        said.clear()
+
+        def report(line: str) -> None:
+            said.append(line)
+            if last and line.startswith(last):
+                raise KeyboardInterrupt
+
+        pyg_sar.write_partitions(data, 3, root, "random", memory="64MiB", progress=report)
+
+    partition(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+        partition(tmp_path / "parts", "writing part 2")
+    partition(tmp_path / "parts")
+    assert "taking the assignment of a run that did not end" in said
+    assert next(line for line in said if line.startswith("writing")) == "writing part 2 of 3"
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
+
+
 def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
     data, said = graph(), []
     root, whole = tmp_path / "parts", tmp_path / "whole"
