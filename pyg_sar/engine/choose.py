@@ -81,7 +81,7 @@ def attention_kernel(
     # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
     # wire, and tanh has no states to merge: then all rows are pulled.
     pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
-    pushes &= plan.comm.host is None and edge_attr is None and attention.kind != "tanh"
+    pushes &= plan.comm.host is None and edge_attr is None and attention.score.softmax
     remember = edge_index.remember_together if pushes else edge_index.remember
     made = remember(("attention", pushes), dict)
     if key not in made:

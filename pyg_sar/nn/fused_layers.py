@@ -112,13 +112,17 @@ def _dropout(layer: Any) -> dict[str, Any]:
     return {"p": p, "seed": int(torch.randint(2**62, ()))}
 
 
+def _is_plain_linear(linear: Any) -> bool:
+    """Says if a module is a product with its weight alone, which no hook watches."""
+    plain = type(linear) in (Linear, torch.nn.Linear) and linear.bias is None
+    return plain and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
 def _edge_term(layer: Any, edge_attr: Any) -> dict[str, Any] | None:
     """Edge features and their weights, ``[D, heads, channels]``; ``None``: not the plain way."""
     if edge_attr is None:
         return {}
-    linear = layer.lin_edge
-    plain = type(linear) in (Linear, torch.nn.Linear) and linear.bias is None
-    if not plain or linear._forward_hooks or linear._forward_pre_hooks:
+    if not _is_plain_linear(linear := layer.lin_edge):
         return None
     if not isinstance(edge_attr, Tensor) or edge_attr.dim() > 2:
         return None
