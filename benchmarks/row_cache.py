@@ -71,7 +71,7 @@ def problem(path: Path, parts: int, method: str) -> Problem:
         part = assign_nodes(edges, nodes, parts, method)
     layout = make_layout(edges, part, parts)
     halos = [halo.numpy() for halo in layout.halos]
-    offsets = layout.node_offsets.numpy()
+    offsets = layout.sources.offsets.numpy()
     published = np.unique(np.concatenate(halos))
     return Problem(
         name=path.stem,

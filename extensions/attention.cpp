@@ -8,6 +8,7 @@
 // All indices are checked before anything is read or written.
 
 #include "attention.h"
+#include "attention_scores.h"
 #include "attention_tensors.h"
 #include "segments.h"
 #include "stack.h"
@@ -28,8 +29,8 @@ void expect(const char* name, const OptionalTensor& tensor, at::IntArrayRef shap
                    dtype, " (got ", tensor->scalar_type(), ")");
 }
 
-std::vector<int64_t> row_shape(const Given& g) {
-  if (g.kind == kAdditive) return {g.value.size(1)};
+std::vector<int64_t> row_shape(const Given& g, bool narrow) {
+  if (narrow) return {g.value.size(1)};
   return {g.value.size(1), g.value.size(2)};
 }
 
@@ -54,28 +55,30 @@ void check_edges(const Given& g) {
 
 void check(const Given& g, int64_t num_targets) {
   const auto dtype = g.value.scalar_type();
-  TORCH_CHECK_VALUE(g.kind >= kAdditive && g.kind <= kMixed, "attention: unknown kind ", g.kind);
+  const Shape* shape = shape_of(g.kind);
+  TORCH_CHECK_VALUE(shape != nullptr, "attention: unknown kind ", g.kind);
   TORCH_CHECK_VALUE(g.value.dim() == 3, "attention: expected 'value' of shape [M, H, C] (got ",
                     g.value.sizes(), ")");
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
                    "attention: expected float32 or float64 'value' (got ", dtype, ")");
-  TORCH_CHECK_VALUE(g.key.has_value() || g.kind != kAdditive, "attention: 'key' is missing");
-  TORCH_CHECK_VALUE(g.query.has_value() || g.kind == kAdditive, "attention: 'query' is missing");
-  TORCH_CHECK_VALUE(g.att.has_value() == (g.kind == kGatv2 || g.kind == kMixed),
-                    "attention: 'att' goes with gatv2 and mixed");
-  TORCH_CHECK_VALUE(!g.edge_attr.has_value() || g.kind != kMixed,
-                    "attention: mixed scores have no 'edge_attr'");
+  TORCH_CHECK_VALUE(g.key.has_value() || !shape->narrow_key, "attention: 'key' is missing");
+  TORCH_CHECK_VALUE(g.query.has_value() || (shape->joined && shape->narrow_query),
+                    "attention: 'query' is missing");
+  TORCH_CHECK_VALUE(g.att.has_value() == (shape->att > 0), "attention: expected ", shape->att,
+                    " rows of 'att'");
+  TORCH_CHECK_VALUE(!g.edge_attr.has_value() || shape->term != Term::kNone,
+                    "attention: these scores have no 'edge_attr'");
   TORCH_CHECK_VALUE(g.edge_attr.has_value() == g.edge_weight.has_value(),
                     "attention: 'edge_attr' goes with 'edge_weight'");
-  const auto row = row_shape(g);
-  expect("key", g.key, with_rows(g.value.size(0), row), dtype);
-  expect("query", g.query, with_rows(num_targets, row), dtype);
-  expect("att", g.att, g.kind == kMixed ? with_rows(2, row) : row, dtype);
+  const auto key = row_shape(g, shape->narrow_key), row = row_shape(g, false);
+  expect("key", g.key, with_rows(g.value.size(0), key), dtype);
+  expect("query", g.query, with_rows(num_targets, row_shape(g, shape->narrow_query)), dtype);
+  expect("att", g.att, shape->att == 2 ? with_rows(2, row) : row, dtype);
   if (g.edge_attr.has_value()) {
     TORCH_CHECK_VALUE(g.edge_attr->dim() == 2, "attention: expected 'edge_attr' of shape [E, D] (got ",
                       g.edge_attr->sizes(), ")");
     expect("edge_attr", g.edge_attr, g.edge_attr->sizes(), dtype);
-    expect("edge_weight", g.edge_weight, with_rows(features(g), row), dtype);
+    expect("edge_weight", g.edge_weight, with_rows(features(g), key), dtype);
   }
   check_edges(g);
 }
@@ -131,7 +134,7 @@ void check_sources(const SourcesArguments& a) {
   check_written("grad_query", a.grad_query, g.query);
   check_written("grad_edge_attr", a.grad_edge_attr, g.edge_attr);
   check_written("grad_edge_weight", a.grad_edge_weight, g.edge_weight);
-  TORCH_CHECK_VALUE(g.kind == kAdditive ||
+  TORCH_CHECK_VALUE(shape_of(g.kind)->by_source ||
                         !(a.grad_query.has_value() || a.grad_edge_attr.has_value() ||
                           a.grad_edge_weight.has_value()),
                     "attention: gradients of the query and of edges come by target");
@@ -140,7 +143,7 @@ void check_sources(const SourcesArguments& a) {
 void check_targets(const TargetsArguments& a) {
   const Given& g = a.given;
   check_cotangent(a.cotangent, g);
-  TORCH_CHECK_VALUE(g.kind != kAdditive, "attention: gradients of additive scores come by source");
+  TORCH_CHECK_VALUE(!shape_of(g.kind)->by_source, "attention: all gradients come by source");
   check_written("grad_query", a.grad_query, g.query);
   check_written("grad_att", a.grad_att, g.att);
   check_written("grad_edge_attr", a.grad_edge_attr, g.edge_attr);

@@ -7,8 +7,6 @@
 
 namespace pyg_sar::attention {
 
-enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2, kMixed = 3 };
-
 // What all of them take after their own tensors; pyg_sar/kernels/attention_ops.py tells the shapes.
 struct Given {
   int64_t kind = 0;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention_arguments.h"
+#include "attention_scores.h"
 #include "segments.h"
 
 #include <type_traits>
@@ -52,32 +53,33 @@ void run_wide(const Pass& pass) {
 }
 #endif
 
-// Runs a pass that 'make' makes for a kind and a number of channels (0: any).
-template <template <class, int64_t, int64_t> class Pass, class T, int64_t kKind, class Make>
+// Runs a pass that 'make' makes for a score and a number of channels (0: any).
+template <template <class, class, int64_t> class Pass, class T, class Score, class Make>
 void dispatch_channels(int64_t channels, const Make& make) {
 #ifdef PYG_SAR_LEVELS
   if constexpr (std::is_same_v<T, float>) {
     if (has_avx512()) {
       switch (channels) {
-        case 8: return run_wide(make.template operator()<Pass<T, kKind, 8>>());
-        case 16: return run_wide(make.template operator()<Pass<T, kKind, 16>>());
-        case 32: return run_wide(make.template operator()<Pass<T, kKind, 32>>());
-        case 64: return run_wide(make.template operator()<Pass<T, kKind, 64>>());
+        case 8: return run_wide(make.template operator()<Pass<T, Score, 8>>());
+        case 16: return run_wide(make.template operator()<Pass<T, Score, 16>>());
+        case 32: return run_wide(make.template operator()<Pass<T, Score, 32>>());
+        case 64: return run_wide(make.template operator()<Pass<T, Score, 64>>());
         default: break;
       }
     }
   }
 #endif
-  run(make.template operator()<Pass<T, kKind, 0>>());
+  run(make.template operator()<Pass<T, Score, 0>>());
 }
 
-template <template <class, int64_t, int64_t> class Pass, class T, bool kHasAdditive, class Make>
+// The same for the score that is asked for; kAll: also of scores whose gradients come by source alone.
+template <template <class, class, int64_t> class Pass, class T, bool kAll, class Make>
 void dispatch(const Given& g, const Make& make) {
-  const int64_t channels = g.value.size(2);
-  if (g.kind == kGatv2) return dispatch_channels<Pass, T, kGatv2>(channels, make);
-  if (g.kind == kDot) return dispatch_channels<Pass, T, kDot>(channels, make);
-  if (g.kind == kMixed) return dispatch_channels<Pass, T, kMixed>(channels, make);
-  if constexpr (kHasAdditive) dispatch_channels<Pass, T, kAdditive>(channels, make);
+  Scores::each([&]<class Score>() {
+    if constexpr (kAll || !Score::kShape.by_source) {
+      if (Score::kKind == g.kind) dispatch_channels<Pass, T, Score>(g.value.size(2), make);
+    }
+  });
 }
 
 }  // namespace pyg_sar::attention

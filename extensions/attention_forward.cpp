@@ -10,26 +10,27 @@ namespace pyg_sar::attention {
 namespace {
 
 // Forward: acc, maximum and normaliser of each target.
-template <class Number, int64_t kKind, int64_t kChannels>
+template <class Number, class Score, int64_t kChannels>
 struct Forward {
   using T = Number;
+  static constexpr Shape kShape = Score::kShape;
+  static constexpr bool kTermInValue = kShape.term == Term::kInKeyAndValue;
   Terms<T> t;
   T *acc, *maximum, *normaliser;
-  const T* query_edges;  // dot: <query_i, edge_weight_d> [N, heads, features]
+  const T* query_edges;  // term in the value: <query_i, edge_weight_d> [N, heads, features]
 
   PYG_SAR_INLINE void operator()(int64_t chunk) const {
     Buffers<T> b(t);
-    const int64_t step = kKind == kAdditive ? kBlock : t.block();
+    const int64_t step = kShape.narrow_key ? kBlock : t.block();
     const int64_t end = t.first_segment(chunk + 1);
     for (int64_t u = t.first_segment(chunk); u < end; ++u) {
       const int64_t start = t.offsets[u], stop = t.offsets[u + 1];
       if (start == stop) continue;
       const int64_t i = t.target(u);
-      if constexpr (kKind == kAdditive) fill_tile(b.fixed, t.query.row(i), t.heads, b.size);
-      if constexpr (kKind == kMixed) fix_sum(t, b, t.att + t.width(), t.query.row(i));
-      if constexpr (kKind == kDot) std::fill_n(b.edges_of_weight, t.heads * t.features, T(0));
+      Score::template begin<false>(t, b, t.query.row(i));
+      if constexpr (kTermInValue) std::fill_n(b.edges_of_weight, t.heads * t.features, T(0));
       for (int64_t e = start; e < stop; e += step) add(b, i, e, std::min(step, stop - e));
-      if constexpr (kKind == kDot) {
+      if constexpr (kTermInValue) {
         if (t.features > 0) add_edge_rows(t, acc + i * t.width(), T(1), b.edges_of_weight);
       }
     }
@@ -38,20 +39,17 @@ struct Forward {
   PYG_SAR_INLINE void add(const Buffers<T>& b, int64_t i, int64_t first, int64_t n) const {
     const int64_t count = n * t.heads, end = padded(count);
     T* out = acc + i * t.width();
-    if constexpr (kKind == kAdditive) {
-      const Rows<T> keys = t.narrow_rows(t.key, first, n, 1);
-      copy_rows(b.score, keys);
-      scores<kKind, kChannels>(t, b, t.query.row(i), keys, first);
-    } else {
-      scores<kKind, kChannels>(t, b, t.query.row(i), t.rows(t.key, first, n), first, t.att);
-    }
-    if constexpr (kKind == kDot) {
+    const Rows<T> keys =
+        kShape.narrow_key ? t.narrow_rows(t.key, first, n, 1) : t.rows(t.key, first, n);
+    if constexpr (kShape.narrow_key) copy_rows(b.score, keys);
+    Score::template scores<false, kChannels>(t, b, t.query.row(i), keys, first);
+    if constexpr (kTermInValue) {
       if (t.features > 0) {
         const T* own = query_edges + i * t.heads * t.features;
         for (int64_t e = 0; e < n; ++e) add_edge_products(t, b.score, t.scale, own, e, first);
       }
     }
-    if (leaks<kKind>(t)) leak(b.score, b.score, t.slope, count);
+    if (leaks<Score>(t)) leak(b.score, b.score, t.slope, count);
     std::fill(b.score + count, b.score + end, -std::numeric_limits<T>::infinity());
     raise(b, i, out, count);
     fill_tile(b.tile_top, static_cast<const T*>(maximum + i * t.heads), t.heads, b.size);
@@ -65,7 +63,7 @@ struct Forward {
       PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= keep[k];)
     }
     accumulate(out, b.score, t.rows(t.value, first, n), true);
-    if constexpr (kKind == kDot) {
+    if constexpr (kTermInValue) {
       if (t.features > 0) sum_edge_attr(t, b.edges_of_weight, b.score, first, n);
     }
   }
@@ -88,7 +86,7 @@ struct Forward {
       old = top;
       normaliser[i * t.heads + h] *= factor;
       for (int64_t c = 0; c < t.channels; ++c) out[h * t.channels + c] *= factor;
-      if constexpr (kKind == kDot) {
+      if constexpr (kTermInValue) {
         for (int64_t d = 0; d < t.features; ++d) b.edges_of_weight[h * t.features + d] *= factor;
       }
     }
@@ -110,7 +108,7 @@ void forward(const ForwardArguments& a) {
   };
   if (g.value.scalar_type() == at::kDouble) {
     dispatch<Forward, double, true>(g, make);
-  } else if (g.kind != kAdditive ||
+  } else if (g.kind != Additive::kKind ||
              !add_factored(terms<float>(g, dense, chunks), g.value.size(0),
                            {sums.data<float>(), top.data<float>(), total.data<float>()})) {
     dispatch<Forward, float, true>(g, make);

@@ -1,62 +1,93 @@
-// What the passes of attention do with a block of edges: scores, and gradients of scores.
+// The scores of attention: a structure for each, which the passes are made with.
 //
-// All of it is inlined into a pass, so that this is compiled as a whole for a processor.
+// A pass goes through the edges of one row after another, its "own": a target in the forward pass and
+// by target, a source row by source (kBySource). 'rows' are what a block's edges read at their other
+// ends; where these are narrow (a number per head), b.score holds them before scores() is called.
+//
+//   begin    before the edges of a row
+//   clear    the same, where gradients will be asked for
+//   scores   b.score = what is scored, but for the leaky ReLU where the score ends with one (kLeaks),
+//            and the edge terms where these are part of the value
+//   add      adds the gradients of a block, of dL/dscore in b.inner: to those of own, or to sums
+//   finish   adds these sums, after the edges of a row
+//
+// pyg_sar/kernels/scores.py declares the same, and has the equations.
 #pragma once
 
-#include "attention_terms.h"
+#include "attention_blocks.h"
 
 namespace pyg_sar::attention {
 
-// keep[e, h] = 0 where dropped, else the factor of what isn't
+// In the order of scores.py.
+enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2, kMixed = 3 };
+
+enum class Term { kNone, kInKey, kInKeyAndValue };
+
+// What a score reads: see Score of pyg_sar/kernels/scores.py.
+struct Shape {
+  bool narrow_key, narrow_query, joined;
+  int64_t att;
+  Term term;
+  bool by_source;
+};
+
+// Gradients to add to; null: not wanted.
 template <class T>
-PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
-  if (t.drop_words > 0) {
-    for (int64_t e = 0; e < n; ++e) {
-      const int32_t* words = t.drop_key + t.number(first + e) * t.drop_words;
-      for (int64_t h = 0; h < t.heads; ++h) {
-        const uint32_t word = static_cast<uint32_t>(words[h / 32]);
-        b.keep[e * t.heads + h] = (word >> (h % 32) & 1) != 0 ? t.kept : T(0);
-      }
+struct Wanted {
+  T* own;
+  T* others;       // narrow rows at the edges' other ends (by source)
+  T* att;
+  T* edge_attr;    // of all edges: written
+  T* edge_weight;
+};
+
+// The row of 'att' of own, and of the edges' other ends, where it has two: of keys, of queries.
+template <bool kBySource, class T>
+PYG_SAR_INLINE const T* att_of_own(const Terms<T>& t) {
+  return kBySource ? t.att : t.att + t.width();
+}
+
+// The gradients of an edge's features and of their weight, of dL/d(edge term), [heads * channels].
+template <class T>
+PYG_SAR_INLINE void add_wide_term(const Terms<T>& t, const T* row, int64_t e, const Wanted<T>& to) {
+  const T* attr = t.attr(e);
+  const int64_t width = t.width();
+  for (int64_t d = 0; d < t.features; ++d) {
+    if (to.edge_attr != nullptr) {
+      T* out = to.edge_attr + t.number(e) * t.features;
+      out[d] = inner_product<T>(row, t.edge_weight + d * width, width);
     }
-    return;
+    if (to.edge_weight != nullptr) {
+      add_scaled<T>(to.edge_weight + d * width, attr[d], row, width);
+    }
   }
-  for (int64_t e = 0; e < n; ++e) {
-    const uint32_t key = static_cast<uint32_t>(t.drop_key[t.number(first + e)]);
-    for (int64_t h = 0; h < t.heads; ++h) b.hash[e * t.heads + h] = key + t.seed_low;
-  }
-  const uint32_t *hash = b.hash, *head = b.head, limit = t.threshold;
-  T* keep = b.keep;
-  const T kept = t.kept;
-  PYG_SAR_LANES(n * t.heads, b.size,
-                keep[k] = mixed(mixed(hash[k]) ^ head[o]) >= limit ? kept : T(0);)
 }
 
-// The row of an edge plus its edge term, in b.row.
-template <class T>
-PYG_SAR_INLINE Rows<T> with_edge(const Terms<T>& t, const Buffers<T>& b, const Rows<T>& rows,
-                                 int64_t e, int64_t first) {
-  add_edge_term(b.row, rows.at(e), t.attr(first + e), t.edge_weight, t.features, t.width());
-  return {b.row, 0, rows.index, 1, 0, rows.heads, rows.channels, 0};
-}
+struct Plain {
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void begin(const Terms<T>&, const Buffers<T>&, const T*) {}
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void clear(const Terms<T>&, const Buffers<T>&) {}
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void finish(const Terms<T>&, const Buffers<T>&, const T*,
+                                    const Wanted<T>&) {}
+};
 
-// b.fixed = <att, x> by head, for mixed scores
-template <class T>
-PYG_SAR_INLINE void fix_sum(const Terms<T>& t, const Buffers<T>& b, const T* att, const T* x) {
-  for (int64_t h = 0; h < t.heads; ++h) {
-    b.heads[h] = inner_product(att + h * t.channels, x + h * t.channels, t.channels);
+// leaky(key + query + edge term)
+struct Additive : Plain {
+  static constexpr Kind kKind = kAdditive;
+  static constexpr Shape kShape{true, true, true, 0, Term::kInKey, true};
+  static constexpr bool kLeaks = true;
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void begin(const Terms<T>& t, const Buffers<T>& b, const T* own) {
+    fill_tile(b.fixed, own, t.heads, b.size);
   }
-  fill_tile(b.fixed, static_cast<const T*>(b.heads), t.heads, b.size);
-}
 
-// score = what the kind's score function makes of a fixed row x and the rows of a block's edges,
-// but for the leaky ReLU of all but gatv2, and the edge terms of dot. What x adds to a sum of
-// scalars is in b.fixed (additive, mixed). 'att' is what the rows are multiplied by (mixed).
-template <int64_t kKind, int64_t kChannels, class T>
-PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, const Rows<T>& rows,
-                           int64_t first, const T* att = nullptr) {
-  const int64_t n = rows.n, count = n * t.heads;
-  if constexpr (kKind == kAdditive) {
-    // b.score holds the rows.
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T*,
+                                    const Rows<T>& rows, int64_t first) {
+    const int64_t n = rows.n;
     if (t.features > 0) {
       for (int64_t e = 0; e < n; ++e) {
         T* score = b.score + e * t.heads;
@@ -66,131 +97,221 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
         }
       }
     }
-    add_tile(b.score, b.fixed, count, b.size);
-  } else if constexpr (kKind == kGatv2) {
-    if (t.features == 0) {
-      return gatv2_scores<kChannels, true>(b.score, x, rows, t.att, t.slope);
+    add_tile(b.score, b.fixed, n * t.heads, b.size);
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
+                                 const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
+    const int64_t n = rows.n, count = n * t.heads;
+    T* inner = b.inner;
+    through_leak<Additive>(t, b, count);
+    if (to.own != nullptr) sum_edges(t, b, to.own, inner, count);
+    if (to.others != nullptr) scatter(to.others, static_cast<const T*>(inner), rows);
+    for (int64_t e = 0; e < n && to.edge_attr != nullptr; ++e) {
+      T* row = to.edge_attr + t.number(first + e) * t.features;
+      for (int64_t d = 0; d < t.features; ++d) {
+        row[d] = inner_product(inner + e * t.heads, t.edge_weight + d * t.heads, t.heads);
+      }
     }
-    for (int64_t e = 0; e < n; ++e) {
+    for (int64_t e = 0; e < n && to.edge_weight != nullptr; ++e) {
+      const T* attr = t.attr(first + e);
+      for (int64_t d = 0; d < t.features; ++d) {
+        add_scaled(to.edge_weight + d * t.heads, attr[d],
+                   static_cast<const T*>(inner + e * t.heads), t.heads);
+      }
+    }
+  }
+};
+
+// <att, leaky(key + query + edge term)>
+struct Gatv2 : Plain {
+  static constexpr Kind kKind = kGatv2;
+  static constexpr Shape kShape{false, false, true, 1, Term::kInKey, false};
+  static constexpr bool kLeaks = false;
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void clear(const Terms<T>& t, const Buffers<T>& b) {
+    std::fill_n(b.row2, t.width(), T(0));
+    if constexpr (!kBySource) std::fill_n(b.row3, t.width(), T(0));
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Rows<T>& rows, int64_t first) {
+    if (t.features == 0) {
+      return gatv2_scores<kChannels, true>(b.score, own, rows, t.att, t.slope);
+    }
+    for (int64_t e = 0; e < rows.n; ++e) {
       rows.ahead(e);
-      gatv2_scores<kChannels, false>(b.score + e * t.heads, x, with_edge(t, b, rows, e, first),
+      gatv2_scores<kChannels, false>(b.score + e * t.heads, own, with_edge(t, b, rows, e, first),
                                      t.att, t.slope);
     }
-  } else if constexpr (kKind == kMixed) {
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                 const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
+    if (kBySource && to.own == nullptr) return;
+    if (t.features == 0) return add_rows<kBySource, kChannels>(t, b, b.inner, own, rows, to);
+    for (int64_t e = 0; e < rows.n; ++e) {
+      const T* ds = b.inner + e * t.heads;
+      add_rows<kBySource, kChannels>(t, b, ds, own, with_edge(t, b, rows, e, first), to);
+      if constexpr (!kBySource) add_edge(t, b, ds, own, first + e, to);
+    }
+  }
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void finish(const Terms<T>& t, const Buffers<T>& b, const T*,
+                                    const Wanted<T>& to) {
+    if (to.own != nullptr) {
+      for (int64_t f = 0; f < t.width(); ++f) to.own[f] += t.att[f] * b.row2[f];
+    }
+    if constexpr (!kBySource) {
+      if (to.att != nullptr) add_scaled<T>(to.att, T(1), b.row3, t.width());
+    }
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add_rows(const Terms<T>& t, const Buffers<T>& b, const T* ds,
+                                      const T* own, const Rows<T>& rows, const Wanted<T>& to) {
+    if (kBySource || to.att == nullptr) {
+      gatv2_gradients<kChannels, false>(b.row2, b.row3, ds, own, rows, t.slope);
+    } else {
+      gatv2_gradients<kChannels, true>(b.row2, b.row3, ds, own, rows, t.slope);
+    }
+  }
+
+  // b.row: the edge's key and edge term
+  template <class T>
+  PYG_SAR_INLINE static void add_edge(const Terms<T>& t, const Buffers<T>& b, const T* ds,
+                                      const T* own, int64_t e, const Wanted<T>& to) {
+    if (to.edge_attr == nullptr && to.edge_weight == nullptr) return;
+    T* row = b.row;
+    for (int64_t f = 0; f < t.width(); ++f) {
+      const T z = own[f] + row[f], d = ds[f / t.channels] * t.att[f], down = d * t.slope;
+      row[f] = z > T(0) ? d : down;
+    }
+    add_wide_term(t, static_cast<const T*>(row), e, to);
+  }
+};
+
+// leaky(scale * <query, key + edge term>)
+struct Dot : Plain {
+  static constexpr Kind kKind = kDot;
+  static constexpr Shape kShape{false, false, false, 0, Term::kInKeyAndValue, false};
+  static constexpr bool kLeaks = true;
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Rows<T>& rows, int64_t) {
+    inner_products<kChannels, true>(b.score, own, rows);
+    const T scale = t.scale;
+    T* score = b.score;
+    PYG_SAR_LANES(rows.n * t.heads, kLanes, (void)o; score[k] *= scale;)
+  }
+
+  // Leaves scale * dL/dscore in b.inner.
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
+                                 const Rows<T>& rows, int64_t, const Wanted<T>& to) {
+    if (kBySource && to.own == nullptr) return;
+    const int64_t count = rows.n * t.heads;
+    through_leak<Dot>(t, b, count);
+    T* inner = b.inner;
+    const T scale = t.scale;
+    PYG_SAR_LANES(count, kLanes, (void)o; inner[k] *= scale;)
+    if (to.own != nullptr) accumulate(to.own, b.inner, rows, false);
+  }
+};
+
+// leaky((<att[0], key> + <att[1], query>) * sigmoid(<query, key>))
+struct Mixed : Plain {
+  static constexpr Kind kKind = kMixed;
+  static constexpr Shape kShape{false, false, false, 2, Term::kNone, false};
+  static constexpr bool kLeaks = true;
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void begin(const Terms<T>& t, const Buffers<T>& b, const T* own) {
+    fix_sum(t, b, att_of_own<kBySource>(t), own);
+  }
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void clear(const Terms<T>& t, const Buffers<T>& b) {
+    std::fill_n(b.heads, t.heads, T(0));
+    if constexpr (kBySource) return;
+    std::fill_n(b.row2, t.width(), T(0));
+    std::fill_n(b.row3, t.width(), T(0));
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Rows<T>& rows, int64_t) {
+    const int64_t count = rows.n * t.heads;
     T *score = b.score, *sum = b.sum, *gate = b.gate;
-    two_inner_products<kChannels>(gate, sum, x, att, rows);
+    two_inner_products<kChannels>(gate, sum, own, att_of_own<!kBySource>(t), rows);
     add_tile(sum, b.fixed, count, b.size);
     PYG_SAR_LANES(count, kLanes, (void)o; const T open = sigmoid(gate[k]); gate[k] = open;
                   score[k] = sum[k] * open;)
-  } else {
-    inner_products<kChannels, true>(b.score, x, rows);
-    const T scale = t.scale;
-    T* score = b.score;
-    PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= scale;)
   }
-}
 
-// Whether scores go through a leaky ReLU at last.
-template <int64_t kKind, class T>
-PYG_SAR_INLINE bool leaks(const Terms<T>& t) {
-  return kKind != kGatv2 && (kKind != kDot || t.slope != T(1));
-}
-
-// Where exp() may overwrite the scores: beside them where their signs are asked for later.
-template <int64_t kKind, class T>
-PYG_SAR_INLINE T* leaked(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
-  if (!leaks<kKind>(t)) return b.score;
-  leak(b.leaked, b.score, t.slope, count);
-  return b.leaked;
-}
-
-// b.inner = dL/dscore before the leaky ReLU, of that behind it
-template <int64_t kKind, class T>
-PYG_SAR_INLINE void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
-  if (!leaks<kKind>(t)) return;
-  T* inner = b.inner;
-  const T *before = b.score, slope = t.slope;
-  PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
-                inner[k] = before[k] > T(0) ? inner[k] : down;)
-}
-
-// mixed: b.inner = dL/d<query, key>, b.weight = dL/dsum of dL/d(sum * gate), which is in b.inner;
-// b.heads += dL/dsum of all edges
-template <class T>
-PYG_SAR_INLINE void through_gate(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
-  T *inner = b.inner, *weight = b.weight, *lanes = b.lanes;
-  const T *sum = b.sum, *gate = b.gate;
-  PYG_SAR_LANES(count, kLanes, (void)o; const T by = inner[k] * gate[k]; weight[k] = by;
-                inner[k] = by * sum[k] * (T(1) - gate[k]);)
-  std::fill(weight + count, weight + padded(count), T(0));
-  std::fill_n(lanes, b.size, T(0));
-  PYG_SAR_LANES(count, b.size, lanes[o] += weight[k];)
-  add_lanes(b.heads, lanes, t.heads, b.size);
-}
-
-// out[h, c] += by[h] * x[h, c]
-template <class T>
-PYG_SAR_INLINE void add_by_head(const Terms<T>& t, T* out, const T* by, const T* x) {
-  for (int64_t h = 0; h < t.heads; ++h) {
-    add_scaled(out + h * t.channels, by[h], x + h * t.channels, t.channels);
-  }
-}
-
-// out[e, h] += by * <attr[e], of[h]>, 'of' [heads, features] of each edge's target
-template <class T>
-PYG_SAR_INLINE void add_edge_products(const Terms<T>& t, T* out, T by, const T* of, int64_t e,
-                                      int64_t first) {
-  const T* attr = t.attr(first + e);
-  for (int64_t h = 0; h < t.heads; ++h) {
-    out[e * t.heads + h] += by * inner_product(attr, of + h * t.features, t.features);
-  }
-}
-
-// acc[h, d] += sum over edges of w[e, h] * attr[e, d]
-template <class T>
-PYG_SAR_INLINE void sum_edge_attr(const Terms<T>& t, T* acc, const T* w, int64_t first, int64_t n) {
-  for (int64_t e = 0; e < n; ++e) {
-    const T* attr = t.attr(first + e);
-    for (int64_t h = 0; h < t.heads; ++h) {
-      add_scaled(acc + h * t.features, w[e * t.heads + h], attr, t.features);
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
+                                 const Rows<T>& rows, int64_t, const Wanted<T>& to) {
+    if (kBySource && to.own == nullptr) return;
+    through_leak<Mixed>(t, b, rows.n * t.heads);
+    through_gate(t, b, rows.n * t.heads);
+    accumulate(kBySource ? to.own : b.row2, b.inner, rows, false);
+    if constexpr (!kBySource) {
+      if (to.att != nullptr) accumulate(b.row3, b.weight, rows, false);
     }
   }
-}
 
-// acc[h, c] += by * sum over d of summed[h, d] * edge_weight[d, h, c]
-template <class T>
-PYG_SAR_INLINE void add_edge_rows(const Terms<T>& t, T* acc, T by, const T* summed) {
-  for (int64_t d = 0; d < t.features; ++d) {
-    for (int64_t h = 0; h < t.heads; ++h) {
-      const int64_t at = h * t.channels;
-      add_scaled(acc + at, by * summed[h * t.features + d], t.edge_weight + d * t.width() + at,
-                 t.channels);
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void finish(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Wanted<T>& to) {
+    const T* by = b.heads;
+    const int64_t width = t.width();
+    if (to.own != nullptr) {
+      if constexpr (!kBySource) add_scaled<T>(to.own, T(1), b.row2, width);
+      add_by_head(t, to.own, by, att_of_own<kBySource>(t));
     }
+    if constexpr (kBySource) return;
+    if (to.att == nullptr) return;
+    add_scaled<T>(to.att, T(1), b.row3, width);
+    add_by_head(t, to.att + width, by, own);
   }
-}
 
-// inner = keep * <grad_out, value>; weight = alpha * keep; inner = alpha * (inner - delta)
-template <class T>
-PYG_SAR_INLINE void score_gradients(const Buffers<T>& b, const T* alpha, const T* delta,
-                                    bool by_lane, bool drops, int64_t count) {
-  T *weight = b.weight, *inner = b.inner;
-  const T* keep = b.keep;
-  const int64_t length = by_lane ? b.size : kLanes;
-  if (drops) {
-    if (by_lane) {
-      PYG_SAR_LANES(count, length, weight[k] = alpha[k] * keep[k];
-                    inner[k] = alpha[k] * (keep[k] * inner[k] - delta[o]);)
-    } else {
-      PYG_SAR_LANES(count, length, (void)o; weight[k] = alpha[k] * keep[k];
-                    inner[k] = alpha[k] * (keep[k] * inner[k] - delta[k]);)
-    }
-  } else if (by_lane) {
-    PYG_SAR_LANES(count, length, weight[k] = alpha[k];
-                  inner[k] = alpha[k] * (inner[k] - delta[o]);)
-  } else {
-    PYG_SAR_LANES(count, length, (void)o; weight[k] = alpha[k];
-                  inner[k] = alpha[k] * (inner[k] - delta[k]);)
+  // b.inner = dL/d<query, key>, b.weight = dL/dsum of dL/d(sum * gate), which is in b.inner;
+  // b.heads += dL/dsum of all edges
+  template <class T>
+  PYG_SAR_INLINE static void through_gate(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+    T *inner = b.inner, *weight = b.weight;
+    const T *sum = b.sum, *gate = b.gate;
+    PYG_SAR_LANES(count, kLanes, (void)o; const T by = inner[k] * gate[k]; weight[k] = by;
+                  inner[k] = by * sum[k] * (T(1) - gate[k]);)
+    sum_edges(t, b, b.heads, weight, count);
   }
+};
+
+template <class... Score>
+struct Listed {
+  // Calls run.operator()<S>() for each score S.
+  template <class Run>
+  static void each(const Run& run) {
+    (run.template operator()<Score>(), ...);
+  }
+};
+
+using Scores = Listed<Additive, Gatv2, Dot, Mixed>;
+
+// What a score reads; null where there is none of this number.
+inline const Shape* shape_of(int64_t kind) {
+  const Shape* found = nullptr;
+  Scores::each([&]<class S>() {
+    if (S::kKind == kind) found = &S::kShape;
+  });
+  return found;
 }
 
 }  // namespace pyg_sar::attention

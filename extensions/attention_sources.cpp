@@ -10,14 +10,15 @@ namespace pyg_sar::attention {
 namespace {
 
 // Backward by source row, over the transposed shard.
-template <class Number, int64_t kKind, int64_t kChannels>
+template <class Number, class Score, int64_t kChannels>
 struct Sources {
   using T = Number;
+  static constexpr Shape kShape = Score::kShape;
   Terms<T> t;
   Known<T> known;
-  Matrix<T> grad_value, grad_key;         // 'grad_key' may be 'grad_value'
-  T* grad_edge_attr;                      // additive
-  std::vector<T*> grad_query, grad_edge_weight;  // additive: of each chunk
+  Matrix<T> grad_value, grad_key;                // 'grad_key' may be 'grad_value'
+  T* grad_edge_attr;                             // by source alone, as all that follows
+  std::vector<T*> grad_query, grad_edge_weight;  // of each chunk
 
   PYG_SAR_INLINE void operator()(int64_t chunk) const {
     Buffers<T> b(t);
@@ -27,42 +28,26 @@ struct Sources {
       if (start == stop) continue;
       const int64_t j = t.target(u);
       const T* key = t.key.row(t.place(j));
-      if constexpr (kKind == kAdditive) fill_tile(b.fixed, key, t.heads, b.size);
-      if constexpr (kKind == kMixed) {
-        fix_sum(t, b, t.att, key);
-        std::fill_n(b.heads, t.heads, T(0));
-      }
-      if constexpr (kKind == kGatv2) std::fill_n(b.row2, t.width(), T(0));
-      for (int64_t e = start; e < stop; e += step) add(b, chunk, j, e, std::min(step, stop - e));
-      if constexpr (kKind == kGatv2) {
-        if (grad_key.data != nullptr) {
-          T* out = grad_key.row(j);
-          for (int64_t f = 0; f < t.width(); ++f) out[f] += t.att[f] * b.row2[f];
-        }
-      }
-      if constexpr (kKind == kMixed) {
-        const T* by = b.heads;
-        if (grad_key.data != nullptr) add_by_head(t, grad_key.row(j), by, t.att);
-      }
+      const Wanted<T> to{grad_key.row(j), grad_query.empty() ? nullptr : grad_query[chunk], nullptr,
+                         grad_edge_attr, grad_edge_weight.empty() ? nullptr : grad_edge_weight[chunk]};
+      Score::template begin<true>(t, b, key);
+      Score::template clear<true>(t, b);
+      for (int64_t e = start; e < stop; e += step) add(b, j, e, std::min(step, stop - e), to);
+      Score::template finish<true>(t, b, key, to);
     }
   }
 
-  PYG_SAR_INLINE void add(const Buffers<T>& b, int64_t chunk, int64_t j, int64_t first,
-                          int64_t n) const {
+  PYG_SAR_INLINE void add(const Buffers<T>& b, int64_t j, int64_t first, int64_t n,
+                          const Wanted<T>& to) const {
     const int64_t count = n * t.heads;
-    const Rows<T> grads = t.rows(known.grad_out, first, n), queries = t.rows(t.query, first, n);
+    const Rows<T> grads = t.rows(known.grad_out, first, n);
     const Rows<T> packed = t.narrow_rows({known.packed, 4 * t.heads}, first, n, 4);
-    T* last = kKind == kAdditive ? b.score : b.keep;
-    split_rows(b.top, b.inverse, b.delta, last, packed);
-    if constexpr (kKind == kAdditive) {
-      scores<kKind, kChannels>(t, b, static_cast<const T*>(nullptr), packed, first);
-    } else {
-      const T* att = kKind == kMixed ? t.att + t.width() : nullptr;
-      scores<kKind, kChannels>(t, b, t.key.row(t.place(j)), queries, first, att);
-    }
-    const T* value = t.value.row(t.place(j));
+    const Rows<T> queries = kShape.narrow_query ? packed : t.rows(t.query, first, n);
+    const T *key = t.key.row(t.place(j)), *value = t.value.row(t.place(j));
+    split_rows(b.top, b.inverse, b.delta, kShape.narrow_query ? b.score : b.keep, packed);
+    Score::template scores<true, kChannels>(t, b, key, queries, first);
     inner_products<kChannels, true>(b.inner, value, grads);
-    if constexpr (kKind == kDot) {
+    if constexpr (kShape.term == Term::kInKeyAndValue) {
       if (t.features > 0) {
         for (int64_t e = 0; e < n; ++e) {
           const int64_t at = t.source[first + e] * t.heads * t.features;
@@ -71,74 +56,12 @@ struct Sources {
         }
       }
     }
-    T* alpha = leaked<kKind>(t, b, count);
+    T* alpha = leaked<Score>(t, b, count);
     exp_share(alpha, b.top, b.inverse, count);
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
-    if (grad_value.data != nullptr) {
-      accumulate(grad_value.row(j), b.weight, grads, false);
-    }
-    if constexpr (kKind == kAdditive) {
-      add_additive(b, chunk, j, packed, first);
-    } else if (grad_key.data != nullptr) {
-      add_key(b, j, queries, first);
-    }
-  }
-
-  // b.inner: dL/dscore; b.score: before the leaky ReLU
-  PYG_SAR_INLINE void add_additive(const Buffers<T>& b, int64_t chunk, int64_t j,
-                                   const Rows<T>& packed, int64_t first) const {
-    const int64_t n = packed.n, count = n * t.heads;
-    T *inner = b.inner, *lanes = b.lanes;
-    through_leak<kKind>(t, b, count);
-    std::fill(inner + count, inner + padded(count), T(0));
-    if (grad_key.data != nullptr) {
-      std::fill_n(lanes, b.size, T(0));
-      PYG_SAR_LANES(count, b.size, lanes[o] += inner[k];)
-      add_lanes(grad_key.row(j), lanes, t.heads, b.size);
-    }
-    if (!grad_query.empty()) {
-      scatter(grad_query[chunk], static_cast<const T*>(inner), packed);
-    }
-    for (int64_t e = 0; e < n && grad_edge_attr != nullptr; ++e) {
-      T* row = grad_edge_attr + t.number(first + e) * t.features;
-      for (int64_t d = 0; d < t.features; ++d) {
-        row[d] = inner_product(inner + e * t.heads, t.edge_weight + d * t.heads, t.heads);
-      }
-    }
-    for (int64_t e = 0; e < n && !grad_edge_weight.empty(); ++e) {
-      const T* attr = t.attr(first + e);
-      for (int64_t d = 0; d < t.features; ++d) {
-        add_scaled(grad_edge_weight[chunk] + d * t.heads, attr[d],
-                   static_cast<const T*>(inner + e * t.heads), t.heads);
-      }
-    }
-  }
-
-  PYG_SAR_INLINE void add_key(const Buffers<T>& b, int64_t j, const Rows<T>& queries,
-                              int64_t first) const {
-    const int64_t n = queries.n;
-    if constexpr (kKind == kDot) {
-      T* inner = b.inner;
-      const T scale = t.scale;
-      through_leak<kKind>(t, b, n * t.heads);
-      PYG_SAR_LANES(n * t.heads, kLanes, (void)o; inner[k] *= scale;)
-      accumulate(grad_key.row(j), b.inner, queries, false);
-    } else if constexpr (kKind == kMixed) {
-      through_leak<kKind>(t, b, n * t.heads);
-      through_gate(t, b, n * t.heads);
-      accumulate(grad_key.row(j), b.inner, queries, false);
-    } else {
-      T* none = nullptr;
-      const T* key = t.key.row(t.place(j));
-      if (t.features == 0) {
-        return gatv2_gradients<kChannels, false>(b.row2, none, b.inner, key, queries, t.slope);
-      }
-      for (int64_t e = 0; e < n; ++e) {
-        gatv2_gradients<kChannels, false>(b.row2, none, b.inner + e * t.heads, key,
-                                          with_edge(t, b, queries, e, first), t.slope);
-      }
-    }
+    if (grad_value.data != nullptr) accumulate(grad_value.row(j), b.weight, grads, false);
+    Score::template add<true, kChannels>(t, b, key, queries, first, to);
   }
 };
 
@@ -176,7 +99,7 @@ void backward_sources(const SourcesArguments& a) {
                 weight_sums.pointers<T>()};
   };
   const bool is_float = g.value.scalar_type() == at::kFloat;
-  if (!is_float || g.kind != kAdditive || !factored()) {
+  if (!is_float || g.kind != Additive::kKind || !factored()) {
     all.pack(g, c);
     is_float ? dispatch<Sources, float, true>(g, make) : dispatch<Sources, double, true>(g, make);
   }

@@ -2,6 +2,8 @@
 
 #include "attention_tensors.h"
 
+#include "attention_scores.h"
+
 #include <limits>
 
 namespace pyg_sar::attention {
@@ -75,7 +77,9 @@ Dense::Dense(const Given& g, int64_t targets_in_all, bool transposed)
   targets = segments.targets.value_or(Tensor());
   offsets = segments.offsets.to(at::kLong);
   source = segments.source.to(at::kInt);
-  if (g.kind == kDot && edge_attr.defined()) query_edges = edge_products(query);
+  if (edge_attr.defined() && shape_of(g.kind)->term == Term::kInKeyAndValue) {
+    query_edges = edge_products(query);
+  }
 }
 
 Tensor Dense::edge_products(const Tensor& rows) const {
@@ -88,8 +92,8 @@ Backward::Backward(const Given& g, const Cotangent& c, bool transposed)
 }
 
 void Backward::pack(const Given& g, const Cotangent& c) {
-  const bool additive = g.kind == kAdditive && g.query.has_value();
-  const Tensor last = additive ? *g.query : at::zeros_like(c.maximum);
+  const bool narrow = shape_of(g.kind)->narrow_query && g.query.has_value();
+  const Tensor last = narrow ? *g.query : at::zeros_like(c.maximum);
   packed_rows = at::cat({c.maximum, c.normaliser.reciprocal(), c.delta, last}, 1);
 }
 

@@ -5,6 +5,7 @@
 // a function of its inputs alone, and calls the operators in place itself.
 
 #include "attention_arguments.h"
+#include "attention_scores.h"
 #include "stack.h"
 #include "tensors.h"
 
@@ -194,9 +195,9 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor grad_out = gradients[0].contiguous();
     const attention::Cotangent cotangent{grad_out, kept[12], kept[13],
                                          grad_out.mul(kept[11]).sum(-1)};
-    const bool additive = g.kind == attention::kAdditive;
+    const bool by_source_alone = attention::shape_of(g.kind)->by_source;
     attention::SourcesArguments sources{wanted[0], wanted[1], {}, {}, {}, cotangent, g};
-    if (additive) {
+    if (by_source_alone) {
       sources.grad_query = wanted[2];
       sources.grad_edge_attr = wanted[4];
       sources.grad_edge_weight = wanted[5];
@@ -213,7 +214,7 @@ struct Attention : torch::autograd::Function<Attention> {
       sources.given.edges = numbered ? OptionalTensor(by_source[2]) : std::nullopt;
       call_with("pyg_sar::attention_backward_sources_", sources);
     }
-    if (!additive && (wanted[2] || wanted[3] || wanted[4] || wanted[5])) {
+    if (!by_source_alone && (wanted[2] || wanted[3] || wanted[4] || wanted[5])) {
       call_with("pyg_sar::attention_backward_targets_",
                 attention::TargetsArguments{wanted[2], wanted[3], wanted[4], wanted[5], cotangent,
                                             g});

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyg_sar.partition.storage import write_partitions
     from pyg_sar.policy import SARPolicy
     from pyg_sar.tensors import from_local
-    from pyg_sar.tensors.negative_sampling import negative_sampling
+    from pyg_sar.tensors.neighbors import edges
     from pyg_sar.tools.inference import infer
     from pyg_sar.tools.planning import plan
     from pyg_sar.tools.verify import verify
@@ -46,13 +46,13 @@ __all__ = [
     "SARPolicy",
     "Trainer",
     "distribute",
+    "edges",
     "from_local",
     "infer",
     "init",
     "launch",
     "load_partition",
     "message_flow_graphs",
-    "negative_sampling",
     "plan",
     "run",
     "verify",
@@ -67,13 +67,13 @@ _MODULES = {
     "SARPolicy": "policy",
     "Trainer": "train.trainer",
     "distribute": "convert",
+    "edges": "tensors.neighbors",
     "from_local": "tensors",
     "infer": "tools.inference",
     "init": "comm.group",
     "launch": "comm.launch",
     "load_partition": "partition.loading",
     "message_flow_graphs": "partition.message_flow",
-    "negative_sampling": "tensors.negative_sampling",
     "plan": "tools.planning",
     "run": "comm.launch",
     "verify": "tools.verify",

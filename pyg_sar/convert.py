@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.message.row_modules import foreign_module
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -89,9 +90,8 @@ def distribute(
 
     Args:
         model: The model, built alike on every worker.
-        policy: How its layers run. By default they draw random numbers as one process
-            (``SARPolicy(random='same')``; on an ordinary graph in one process ``SARPolicy()``, with
-            which kernels draw their own).
+        policy: How its layers run; ``None``: ``SARPolicy()``, with which they draw the random
+            numbers of one process.
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
 
     Returns:
@@ -108,8 +108,7 @@ def distribute(
     policies = _policies(model, policy, layer_policies)
     _check(model, policies, comm)
     _put_on_device(model, comm)
-    default = None if policy else SARPolicy(random="same")
-    policy = policy or default or SARPolicy()
+    policy = policy or SARPolicy()
     _check_alike(model, policy, policies, comm)
     draws = None if policy.random is None else DrawsOfLayers(comm, policy.random)
     if comm.world_size > 1:
@@ -126,8 +125,6 @@ def distribute(
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-            if comm.world_size == 1 and module.policy is default:
-                module.policy, module.policy_of_parts = SARPolicy(), default
             module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs
@@ -198,7 +195,8 @@ def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:
 def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
-    module.__class__ = global_class(kind)
+    layer = isinstance(module, MessagePassing)
+    module.__class__ = global_class(kind, layer and foreign_module(module) is not None)
     module.shared_parameters = shared
     shared.join(name or kind.__name__, module)
 

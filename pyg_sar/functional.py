@@ -26,6 +26,7 @@ from pyg_sar.kernels.attention_terms import (
     check_terms,
     wide_dtype,
 )
+from pyg_sar.kernels.scores import declared, number_of
 
 
 def use_kernel(native: bool | None, fits: bool) -> bool:
@@ -161,25 +162,25 @@ def attention(
         \mathrm{out}_i = \sum_e a_e k_e \, \mathrm{value}_e, \qquad
         a_e = \frac{e^{s_e}}{\sum_{e'} e^{s_{e'}}}
 
-    over the in-edges of target i, per head; the scores s, values and factors k of dropout are those
-    of :class:`~pyg_sar.kernels.attention_terms.Attention`, whose attributes the arguments are.
-    Keeps its inputs, the output and two numbers per target and head for the backward pass, nothing
-    per edge (``tanh``: the edges' weights).
+    over the in-edges of target i, per head; :mod:`pyg_sar.kernels.scores` has the scores s, and the
+    arguments are the attributes of :class:`~pyg_sar.kernels.attention_terms.Attention`, which has
+    their shapes. Keeps its inputs, the output and two numbers per target and head for the backward
+    pass, nothing per edge (``tanh``: the edges' weights).
 
     Args:
-        kind: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'`` or ``'tanh'``.
+        kind: The score: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'``, ``'tanh'`` ...
         value: ``[M, H, C]``, floating point.
-        key: ``[M, H]`` (additive and tanh), else ``[M, H, C]`` or ``None`` for ``value``.
-        query: ``[N, H]`` (additive, for which ``None`` is 0, and tanh), else ``[N, H, C]``.
+        key: ``[M, H]`` or ``[M, H, C]``, or ``None`` for ``value``.
+        query: ``[N, H]`` or ``[N, H, C]``, or ``None`` for 0 (additive).
         source: Each edge's source row, ``[E]``, int32 or int64; see :func:`sorted_edges`.
         offsets: The first edge of each target, and at last E, ``[N + 1]``, of the same dtype.
         edges: The row of ``edge_attr`` and ``drop_key`` of each edge, ``[E]``, of the same dtype;
             ``None``: in order.
-        att: ``[H, C]`` (gatv2), ``[2, H, C]`` (mixed), else ``None``.
+        att: ``[H, C]``, ``[2, H, C]`` or ``None``.
         edge_attr: ``[E, D]`` or ``None``.
-        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``.
+        edge_weight: ``[D, H]`` or ``[D, H, C]``, as keys are; goes with ``edge_attr``.
         slope: Leaky ReLU's negative slope; 1: none.
-        scale: Of ``'dot'``.
+        scale: Of inner products.
         drop_key: ``[E]``, int32 or int64: the number that an edge is known by to the dropout.
             Needed where p > 0. Compiled code draws it anew, with ``torch.randint``, for other
             factors in each call.
@@ -213,9 +214,9 @@ def attention(
         low, high = fallback.split_seed(seed)
     else:
         drop_key = None
-    if kind == "tanh":
-        if key is None or query is None:
-            raise ValueError("attention: kind 'tanh' needs 'key' and 'query'")
+    number = number_of(kind)
+    if not declared()[number].softmax:
+        assert key is not None and query is not None  # as check_terms() has seen
         place = fallback.targets_of(offsets, None, source.numel())
         weight = key.to(wide).view(-1).index_select(0, source)
         weight = (weight + query.to(wide).view(-1).index_select(0, place)).tanh()
@@ -227,7 +228,6 @@ def attention(
             weight = weight * fallback.keep_factors(keys, 1, low, high, p).view(-1).to(wide)
         out = gather_sum(value[:, 0].to(wide), source, offsets, weight, native)
         return out.unsqueeze(1).to(value.dtype)
-    number = 3 if kind == "mixed" else 2 if kind == "dot" else 1 if kind == "gatv2" else 0
     rows = value.to(wide)
     wide_key = None if key is None else key.to(wide)
     wide_query = None if query is None else query.to(wide)

@@ -84,11 +84,12 @@ class SARPolicy:
             take more (constant features in training need :math:`2 F' < F`), nor on one process
             where a layer runs as PyG's. ``False``: in PyG's order. Must be the same on all workers.
         random: How layers draw random numbers for their edges while they train (dropout of
-            attention weights): ``None``: each worker its own; ``'same'``: as one process would, in
-            its order, so that outputs and gradients are plain PyG's for the same
-            ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
-            number of workers and any partition. For both, seed all workers alike. See
-            docs/whole-graph.md for what they cost. Must be the same on all workers.
+            attention weights): ``'same'``: as one process would, in its order, so that outputs and
+            gradients are plain PyG's for the same ``torch.manual_seed``; ``'keyed'``: by a
+            counter-based generator, the same for any number of workers and any partition. For both,
+            seed all workers alike. ``None``: each worker its own, also for edges of which the other
+            two don't know where they stand in the graph's list. See docs/whole-graph.md for what
+            they cost. Must be the same on all workers.
         refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
             training; in between a layer takes the rows and gradients of the last exchange (stale
             features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of
@@ -110,7 +111,7 @@ class SARPolicy:
     push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16", "int8", "int4", "int2"] = "exact"
     transform_first: bool = True
-    random: Literal["same", "keyed"] | None = None
+    random: Literal["same", "keyed"] | None = "same"
     refresh_every: int = 1
     measure_every: int | None = None
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
+from pyg_sar.kernels import fallback
 from pyg_sar.kernels.attention_ops import keep_factors
 from pyg_sar.kernels.attention_terms import Attention
+from pyg_sar.kernels.scores import SCORES, edge_scores, number_of
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,13 @@ def problem(
 ) -> Problem:
     """Duplicates, a hub, and rows without edges; values that all dtypes hold exactly."""
     draw = torch.Generator().manual_seed(seed)
-    if kind == "tanh":
+    score = SCORES[kind]
+    if not score.softmax:
         heads, features = 1, min(features, 1)
-    features = 0 if kind == "mixed" else features
-    inner = [heads] if kind in ("additive", "tanh") else [heads, channels]
-    att = {"gatv2": [heads, channels], "mixed": [2, heads, channels]}.get(kind)
+    features = 0 if score.term == "none" else features
+    row = [heads, channels]
+    of_key, of_query = ([heads] if n else row for n in (score.narrow_key, score.narrow_query))
+    att = [None, row, [2, *row]][score.att]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).bfloat16().to(dtype)
@@ -77,13 +81,13 @@ def problem(
     source = torch.randint(max(sources - 2, 1), (edges,), generator=draw)
     target = (torch.rand(edges, generator=draw) ** 3 * max(targets - 2, 1)).long()
     attention = Attention(
-        kind=kind,  # type: ignore[arg-type]
+        kind=kind,
         value=normal(sources, heads, channels),
-        key=normal(sources, *inner) if own_key or kind in ("additive", "tanh") else None,
-        query=normal(targets, *inner),
+        key=normal(sources, *of_key) if own_key or score.narrow_key else None,
+        query=normal(targets, *of_query),
         att=None if att is None else normal(*att),
         edge_attr=normal(edges, features) if features else None,
-        edge_weight=normal(features, *inner) if features and kind != "tanh" else None,
+        edge_weight=normal(features, *of_key) if features and score.term != "factor" else None,
         slope=1.0 if kind == "dot" and seed % 2 else 0.2,
         scale=channels**-0.5,
         drop_key=torch.randperm(2**20, generator=draw)[:edges] if p else None,
@@ -94,7 +98,11 @@ def problem(
 
 
 def edge_terms(attention: Attention, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores ``[E, H]`` and values ``[E, H, C]``, from their definition."""
+    """Scores ``[E, H]`` and values ``[E, H, C]``, from their definition.
+
+    A score that isn't written out here is that of its declared formula, of which autograd takes the
+    gradients; tests of its layers tell whether it is the right one.
+    """
     value, query = attention.value, attention.query
     key = value if attention.key is None else attention.key
     term: Tensor | float = 0.0
@@ -120,6 +128,12 @@ def edge_terms(attention: Attention, source: Tensor, target: Tensor) -> tuple[Te
         gate = (query[target] * key[source]).sum(-1).sigmoid()
         ends = (attention.att[0] * key[source] + attention.att[1] * query[target]).sum(-1)
         return leaky(ends * gate), value[source]
+    if attention.kind not in ("additive", "gatv2"):
+        assert query is not None and attention.att is not None
+        first, second = fallback.rows_of_att(attention.att, key)
+        number, terms = number_of(attention.kind), (attention.slope, attention.scale)
+        ends = key[source] + term, query[target]
+        return edge_scores(number, *ends, first, second, *terms), value[source]
     mixed = key[source] + term + (0.0 if query is None else query[target])
     mixed = leaky(mixed)
     scores = mixed if attention.kind == "additive" else (attention.att * mixed).sum(-1)
@@ -142,7 +156,7 @@ def looped(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     keep, out = dropout_of(given), []
     for i in range(given.num_targets):
         at = (given.target == i).nonzero().view(-1)
-        weights = scores[at] if attention.kind == "tanh" else torch.softmax(scores[at], 0)
+        weights = scores[at] if not attention.score.softmax else torch.softmax(scores[at], 0)
         weights = weights * keep[at]
         out.append((weights.unsqueeze(-1) * values[at]).sum(0))
     result = torch.stack(out) if out else attention.value.new_zeros(given.grad_out.shape)
@@ -158,7 +172,7 @@ def plain(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     attention = replace(given.attention, **leaves)
     scores, values = edge_terms(attention, given.source, given.target)
     weights = scores
-    if attention.kind != "tanh":
+    if attention.score.softmax:
         weights = softmax(scores, given.target, num_nodes=given.num_targets)
     messages = weights.unsqueeze(-1) * values
     out = scatter(messages, given.target, 0, given.num_targets, "sum")

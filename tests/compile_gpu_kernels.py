@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pyg_sar.kernels import on_gpu
+from pyg_sar.kernels.scores import declared
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -58,8 +59,8 @@ def main(names: list[str]) -> None:
         small = on_gpu._Small(cpu, dtype, dtype)
         for name in ("gather_sum_", "edge_dot", *(["extremum_"] if dtype.itemsize > 2 else [])):
             on_gpu._sums_results(operators, small, name, 5)
-        for kind in range(4):
-            features = None if kind == 3 else 2
+        for kind, score in enumerate(s for s in declared() if s.softmax):
+            features = None if score.term == "none" else 2
             shape = on_gpu.AttentionShape(
                 kind=kind, heads=4, channels=8, features=features, own_key=True, own_query=True,
                 drop=1 + kind % 2, p=0.4, slope=0.2, scale=0.3,

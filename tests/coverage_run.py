@@ -18,6 +18,7 @@ from torch_geometric.nn import DirGNNConv, MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.message.layer_facts import facts_of
 
 LOW_PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -149,7 +150,7 @@ def look(module: torch.nn.Module) -> tuple[list[str], bool]:
     """Strategies that the layers took, and whether any backward pass needs source values."""
     found, case_2 = [], False
     for layer in module.modules():
-        for verdict in layer.__dict__.get("_choices", {}).values():
+        for verdict in facts_of(layer).choices.values():
             found.append(verdict.strategy)
             case_2 |= verdict.needs is not None and verdict.needs.needs_sources
     return sorted(set(found)), case_2

@@ -172,7 +172,7 @@ def test_distribute_infer_plan_and_pairs(tmp_path):
         (lambda: pyg_sar.plan(net(), "p", call=3), "call=3 must be a module, or a function"),
         (lambda: pyg_sar.plan(net(), "p", modes=1), "'modes' to be a sequence"),
         (lambda: pyg_sar.plan(net(), None), "'data' to be a graph, a partition's folder"),
-        (lambda: pyg_sar.negative_sampling(None), r"tensor of shape \[2, E\] .got None"),
+        (lambda: pyg_sar.nn.negative_sampling(None), r"tensor of shape \[2, E\] .got None"),
     ):
         with pytest.raises(TypeError, match=text):
             call()

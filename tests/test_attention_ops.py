@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_ops import (
-    KINDS,
     attention_,
     attention_backward_sources_,
     attention_backward_targets_,
@@ -28,11 +27,13 @@ from pyg_sar.kernels.attention_terms import (
     Cotangent,
     wide_dtype,
 )
+from pyg_sar.kernels.scores import SCORES
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Of bfloat16 the inputs are exact, and everything is computed in float32.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 2e-4}
-ALL = (*KINDS, "tanh")  # which has no kernel of its own
+ALL = tuple(SCORES)
+KINDS = tuple(name for name, score in SCORES.items() if score.softmax)  # by a kernel of their own
 MISSING = ops.why_missing()
 NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
 BOTH = [False, *NATIVE]

@@ -396,7 +396,7 @@ def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(root: Path):
             torch.testing.assert_close(whole(layer(data.x, data.edge_index)), expected)
             handle.remove()
             layer.register_aggregate_forward_hook(lambda _, args, out: out - out.mean(0))
-            with pytest.raises(DistributedIndexError, match="mixes edges of different targets"):
+            with pytest.raises(DistributedIndexError, match="mixes messages to different targets"):
                 layer(data.x, data.edge_index)
 
     workers(worker, WORLD)

@@ -33,6 +33,7 @@ from torch.nn import Linear, Parameter
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
 
 import pyg_sar
 from pyg_sar import SARPolicy
@@ -384,6 +385,48 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
         assert x.grad is not None
         for gradients in found:
             assert torch.allclose(gradients[step], x.grad, rtol=1e-10, atol=1e-12)
+
+
+class Counted(MessagePassing):
+    """Counts how often its message runs; ``act`` is a name of ``MESSAGES``."""
+
+    def __init__(self, act: str, aggr: str) -> None:
+        super().__init__(aggr=aggr)
+        self.act, self.lin, self.norm = act, Linear(CHANNELS, CHANNELS), gnn.BatchNorm(CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor, runs: list[int]) -> Tensor:
+        return self.propagate(edge_index, x=x, runs=runs)
+
+    def message(
+        self, x_i: Tensor, x_j: Tensor, index: Tensor, size_i: int, runs: list[int]
+    ) -> Tensor:
+        runs.append(1)
+        weights = softmax((self.lin(x_i) * x_j).sum(-1, keepdim=True), index, num_nodes=size_i)
+        return {
+            "plain": lambda: x_j,
+            "nonlinear": lambda: x_j.sin(),
+            "attention": lambda: weights * x_j,
+            "no attention": lambda: weights + x_j,
+            "sizes": lambda: x_j / size_i,
+            "norm": lambda: self.norm(x_j),
+        }[self.act]()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("aggr", ("sum", "softmax", "median"))
+@pytest.mark.parametrize(
+    "act", ("plain", "nonlinear", "attention", "no attention", "sizes", "norm")
+)
+def test_a_first_call_runs_the_message_three_times(act: str, aggr: str, tmp_path: Path) -> None:
+    """Twice to look at it, and once for all edges."""
+    data = make_graph()
+    pyg_sar.write_partitions(data, 1, tmp_path / "parts", "random")
+    part = pyg_sar.load_partition(tmp_path / "parts")
+    plain = Counted(act, aggr).double()
+    layer, runs = pyg_sar.distribute(copy.deepcopy(plain)), list[int]()
+    out = layer(part.x, part.edge_index, runs)
+    assert len(runs) <= 3
+    assert torch.allclose(out.full_tensor(), plain(data.x, data.edge_index, []), rtol=1e-10)
 
 
 def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from pyg_sar import functional
 from pyg_sar.functional import gather_sum, sorted_edges
 from pyg_sar.kernels import ops
-from pyg_sar.kernels.attention_ops import KINDS, arguments_of
+from pyg_sar.kernels.attention_ops import arguments_of
 from pyg_sar.kernels.attention_terms import Attention
+from pyg_sar.kernels.scores import SCORES
 
-ALL = (*KINDS, "tanh")
+ALL = tuple(SCORES)
+KINDS = tuple(name for name, score in SCORES.items() if score.softmax)  # by a kernel of their own
 MISSING = ops.why_missing()
 NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
 BOTH = [False, *NATIVE]

@@ -39,6 +39,7 @@ from pyg_sar.kernels.attention_ops import (
     keep_factors,
 )
 from pyg_sar.kernels.attention_terms import AttentionGradients, AttentionState, Cotangent
+from pyg_sar.kernels.scores import SCORES
 
 ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0"
 HALF = torch.float16
@@ -218,7 +219,7 @@ CASES = (  # heads, channels, features, p, shards
 )
 
 
-@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot", "mixed", "tanh"])
+@pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_and_gradients_equal_a_loop(kind: str, dtype: torch.dtype):
     for number, case in enumerate(CASES if dtype == torch.float64 else CASES[2:]):
@@ -229,7 +230,7 @@ def test_attention_and_gradients_equal_a_loop(kind: str, dtype: torch.dtype):
         assert apart <= {**ATTENTION_TOLERANCES, HALF: 2e-4}[dtype], (case, name)
 
 
-@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot", "mixed"])
+@pytest.mark.parametrize("kind", [name for name, score in SCORES.items() if score.softmax])
 def test_rows_are_read_where_they_lie(kind: str):
     """Among others, by int64 places; keys that are the values; targets that occur; some wanted."""
     given = problem(kind, 3, 5, 2, 0.3, edges=30, sources=5, targets=4, own_key=False)
@@ -414,7 +415,7 @@ def test_bytes_of_extrema(dtype: torch.dtype, width: int, moved: dict[str, int])
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
 @pytest.mark.parametrize("drop", ["no", "hash", "bits"])
-@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot", "mixed"])
+@pytest.mark.parametrize("kind", [name for name, score in SCORES.items() if score.softmax])
 def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
     """The formulas of docs/gpu.md, with edges' features too; without 'targets'."""
     H, C, E, b, w, s = 2, 4, 50, 2, 4, 4

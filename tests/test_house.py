@@ -386,7 +386,7 @@ TOP = {
         "launch",
         "load_partition",
         "message_flow_graphs",
-        "negative_sampling",
+        "edges",
         "plan",
         "run",
         "verify",

@@ -52,7 +52,7 @@ def sampled(root: Path) -> list[tuple[Tensor, float]]:
     data, found = pyg_sar.load_partition(root), []
     random.seed(5 + pyg_sar.comm.current().rank)  # Rank 0's state decides.
     for asked in [*ASKED.values(), *ASKED.values()]:
-        pairs = pyg_sar.negative_sampling(data.edge_index, data.num_nodes, **asked)
+        pairs = pyg_sar.nn.negative_sampling(data.edge_index, data.num_nodes, **asked)
         assert isinstance(pairs, NodeTensor)
         mine = data.edge_index.to_local().plan.n_id
         assert torch.equal(pairs.local, whole(pairs)[:, torch.isin(whole(pairs)[1], mine)])
@@ -93,7 +93,7 @@ def test_a_complete_graph_has_no_pairs(partitions: Partitions):
 def test_plain_edges_in_one_process():
     edges = make_graph(NODES).edge_index
     found = []
-    for sample in (pyg_sar.negative_sampling, sample_in_one_process):
+    for sample in (pyg_sar.nn.negative_sampling, sample_in_one_process):
         random.seed(1)
         found.append(sample(edges, NODES, 30))
     assert torch.equal(*found)
@@ -107,7 +107,7 @@ def test_what_is_sent(partitions: Partitions):
         part, found = pyg_sar.load_partition(root), []
         for count in (100, 100, 200):
             with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-                pyg_sar.negative_sampling(part.edge_index, num_neg_samples=count)
+                pyg_sar.nn.negative_sampling(part.edge_index, num_neg_samples=count)
             found.append(ledger.sent_bytes(kind="negative sampling"))
         return found
 
@@ -177,7 +177,7 @@ def test_training_is_that_of_one_process(world: int, tmp_path: Path):
         part = pyg_sar.load_partition(tmp_path / "parts")
         return [
             train(pyg_sar.distribute(copy.deepcopy(model)), part, sample)
-            for sample in (pyg_sar.negative_sampling, sample_in_one_process)
+            for sample in (pyg_sar.nn.negative_sampling, sample_in_one_process)
         ]
 
     for both in workers(worker, world):
@@ -217,7 +217,7 @@ def test_lists_of_the_same_nodes_are_joined(tmp_path: Path):
     def worker() -> Any:
         part = pyg_sar.load_partition(tmp_path / "parts")
         random.seed(2)
-        lists = [part.edge_label_index, pyg_sar.negative_sampling(part.edge_index)]
+        lists = [part.edge_label_index, pyg_sar.nn.negative_sampling(part.edge_index)]
         both = torch.cat([*lists, part.edge_index], dim=1)
         turned = torch.cat([part.edge_index, part.edge_label_index.flip(0)], dim=1)
         mine = pyg_sar.distribute(copy.deepcopy(conv))
@@ -251,13 +251,13 @@ def test_refused_by_name(partitions: Partitions, tmp_path: Path):
             if asked.get("num_neg_samples") == 20:
                 asked["num_neg_samples"] += 10 * rank
             with pytest.raises(kind, match=text):
-                pyg_sar.negative_sampling(edges, **asked)
+                pyg_sar.nn.negative_sampling(edges, **asked)
         relation = pyg_sar.load_partition(tmp_path / "hetero")["author", "writes", "paper"]
         for other in (edges.flip(0), edges + 0, relation.edge_index):
             with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"rank \d is flipped"):
-                pyg_sar.negative_sampling(other)
+                pyg_sar.nn.negative_sampling(other)
         with pytest.raises(TypeError, match="a tensor of shape"):
-            pyg_sar.negative_sampling(edges[0])
+            pyg_sar.nn.negative_sampling(edges[0])
 
     workers(worker, 2, partitions(data, 2))
 

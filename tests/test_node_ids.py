@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
 
 import pyg_sar
-from pyg_sar.files import with_checksum
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.space import DistEdgeIndex
@@ -230,38 +227,6 @@ def test_labels_of_graphs_are_no_ids(tmp_path: Path):
     data.batch, data.label = torch.arange(40) // 10, torch.tensor([1, 0, 2, 1])
     write_partitions(data, 2, tmp_path / "parts", "random")
     assert torch.equal(merge_partitions(tmp_path / "parts").label, data.label)
-
-
-def test_older_partitions(tmp_path: Path):
-    """Until version 4 ids were kept as they were: as any value that each worker has."""
-    data = make_graph(NODES)
-    data.train_idx, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3
-    hetero = make_hetero()
-    hetero["paper"].val_idx = torch.tensor([4, 2])
-    pairs = hetero["author", "writes", "paper"].edge_label_index = torch.tensor([[3], [7]])
-    for graph, names in (
-        (data, {"train_idx", "cluster_idx"}),
-        (hetero, {"val_idx", "edge_label_index"}),
-    ):
-        root = tmp_path / type(graph).__name__
-        write_partitions(graph, 2, root, "random", node_ids=dict.fromkeys(names, False))
-        path = root / METADATA
-        content = {**json.loads(path.read_text()), "version": 4}
-        for row in (content, *content.get("hetero", {}).get("types", ())):
-            row.pop("lists", None)
-        del content["checksum"]
-        path.write_text(with_checksum(content))
-
-    def worker() -> bool:
-        plain = pyg_sar.load_partition(tmp_path / "Data")
-        typed = pyg_sar.load_partition(tmp_path / "HeteroData")
-        assert torch.equal(plain.train_idx, data.train_idx)
-        assert torch.equal(plain.cluster_idx.full_tensor(), data.cluster_idx)
-        assert torch.equal(plain.x[plain.train_idx].full_tensor(), data.x[data.train_idx])
-        assert torch.equal(typed["paper"].val_idx, hetero["paper"].val_idx)
-        return torch.equal(typed["author", "writes", "paper"].edge_label_index, pairs)
-
-    assert workers(worker, 2) == [True, True]
 
 
 # Training ####################################################################

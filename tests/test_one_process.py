@@ -124,6 +124,25 @@ def test_attention_takes_the_kernels_way(name, training, passes):
 
 
 @needs_kernels
+@pytest.mark.parametrize("kind", [GATConv, GATv2Conv, TransformerConv])
+def test_dropout_of_attention_is_that_of_pyg(kind):
+    torch.manual_seed(0)
+    plain = kind(WIDTH, 5, heads=2, dropout=0.4).double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    x, edge_index = graph()
+    model.eval()(x, edge_index)  # What was made of the edges without draws serves with them, too.
+    model.train()
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+        for _ in range(2):
+            torch.manual_seed(3)
+            expected, state = run(plain, x, edge_index), torch.get_rng_state()
+            torch.manual_seed(3)
+            assert largest_error(run(model, x, edge_index), expected) < 1e-10
+            assert torch.equal(torch.get_rng_state(), state)
+    assert ledger.events("fused attention") == 2
+
+
+@needs_kernels
 def test_layers_share_one_structure_which_goes_with_the_edges():
     model = pyg_sar.distribute(GraphSAGE(WIDTH, 8, 3).double())
     x, edge_index = graph()

@@ -100,15 +100,15 @@ def test_layout_and_statistics_by_definition(num_nodes, num_edges, num_parts, se
     layout = make_layout(edge_index, part, num_parts)
     owner, edges = part.tolist(), edge_index.t().tolist()
     for p in range(num_parts):
-        assert layout.nodes(p).tolist() == [v for v in range(num_nodes) if owner[v] == p]
+        assert layout.sources.ids(p).tolist() == [v for v in range(num_nodes) if owner[v] == p]
         assert layout.edges(p).tolist() == [i for i, (_, t) in enumerate(edges) if owner[t] == p]
         halo = {(owner[s], s) for s, t in edges if owner[t] == p and owner[s] != p}
-        assert layout.node_order[layout.halos[p]].tolist() == [s for _, s in sorted(halo)]
+        assert layout.sources.order[layout.halos[p]].tolist() == [s for _, s in sorted(halo)]
         assert layout.halo_counts(p).tolist() == [
             sum(q == o for o, _ in halo) for q in range(num_parts)
         ]
         for q in range(num_parts):
-            needed = layout.nodes(q)[layout.send_rows(q, p)].tolist()
+            needed = layout.sources.ids(q)[layout.send_rows(q, p)].tolist()
             assert needed == sorted(s for o, s in halo if o == q)
     mask = torch.arange(num_nodes) % 2 == 0
     statistics = partition_statistics(layout, mask)

@@ -16,6 +16,7 @@ from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
     GCNConv,
+    GINConv,
     GraphConv,
     MessagePassing,
     RGATConv,
@@ -220,8 +221,8 @@ def test_the_kernels_compute_what_they_compute_without(parts):
             assert host(counted, 2, parts / "2", made(name), policy) == [2, 2], (name, strength)
 
 
-def test_without_a_policy_each_worker_draws_its_own(parts):
-    results = host(work, 2, parts / "2", [made("gat")], [SARPolicy()])
+def test_with_none_each_worker_draws_its_own(parts):
+    results = host(work, 2, parts / "2", [made("gat")], [SARPolicy(random=None)])
     assert not torch.allclose(results[0][0][0], two_steps(made("gat"), DATA)[0])
 
 
@@ -241,6 +242,42 @@ def test_evaluation_draws_nothing(parts):
         for rows, same in results:
             assert same
             torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
+
+
+class AlwaysDropout(torch.nn.Module):
+    """Dropout in evaluation, too, as for an estimate of uncertainty."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.5, training=True)
+
+
+@pytest.mark.parametrize("strength", ["same", "keyed"])
+def test_what_draws_in_evaluation_is_that_of_one_process(parts, strength):
+    """Within a layer of PyG, in its message, and a module that was put to training alone."""
+
+    def models():
+        torch.manual_seed(1)
+        asked = GATConv(DATA.num_features, 4, dropout=0.5)
+        inner = torch.nn.Linear(DATA.num_features, 5)
+        return torch.nn.ModuleList([
+            GINConv(torch.nn.Sequential(copy.deepcopy(inner), AlwaysDropout())),
+            GINConv(torch.nn.Sequential(inner, torch.nn.Dropout(0.5))),
+            asked,
+        ]).to(DATA.x.dtype)  # fmt: skip
+
+    def evaluated(root, policy=None):
+        data = DATA if root is None else pyg_sar.load_partition(root)
+        model = models() if root is None else pyg_sar.distribute(models(), policy)
+        model.eval()
+        model[1].nn[1].train()
+        model[2].train()
+        torch.manual_seed(3)
+        return [whole(layer(data.x, data.edge_index).detach()) for layer in model]
+
+    found = [host(evaluated, n, parts / str(n), SARPolicy(random=strength)) for n in (2, 3)]
+    expected = evaluated(None) if strength == "same" else found[0][0]
+    for rows in (*found[0], *found[1]):
+        torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
 
 
 # Refused #####################################################################

@@ -35,6 +35,7 @@ from torch_geometric.nn import aggr
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.message.layer_facts import facts_of
 
 ORDINARY = settings.get_current_profile_name() == "pyg_sar"
 COUNT, FIRST = (200, 0) if ORDINARY else (2000, 10_000)
@@ -252,7 +253,7 @@ def test_mode_3_is_one_shot_for_every_aggregation(tmp_path: Path):
         for name in AGGREGATED:
             layer = pyg_sar.distribute(aggregating(name), SARPolicy(mode=3))
             found.append(squares(layer, mine))
-            assert {c.strategy for c in layer._choices.values()} == {"one_shot"}
+            assert {c.strategy for c in facts_of(layer).choices.values()} == {"one_shot"}
         return found
 
     pyg_sar.write_partitions(data, 4, tmp_path / "parts", part)

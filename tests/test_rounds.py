@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.files import save_aligned
 from pyg_sar.partition import storage
 from pyg_sar.partition.metadata import METADATA
+from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import part_file, read_part
+from pyg_sar.tools.cli import main
 
 # What is stored ##############################################################
 
@@ -149,66 +152,49 @@ def test_loading_exchanges_a_digest_and_random_states(tmp_path: Path, graph: Dat
             assert sent == (1 if rank else 1 + 3)
 
 
-def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], version: int) -> None:
-    """Changes parts' tensors, with checksums that fit, and the version."""
+def of_version(root: Path, version: int, **fields: Any) -> Path:
+    """The partition as if it were of another format version."""
     content = json.loads((root / METADATA).read_text())
     del content["checksum"]
-    count = content["num_parts"]
-    rows = []
-    for p in range(count):
-        tensors = {k: v.clone() for k, v in read_part(root, p).items()}
-        change(p, tensors)
-        rows.append(storage._write_part(root, tensors, p, count))
-    storage._write_metadata(root, {**content, "version": version, "parts": rows})
+    storage._write_metadata(root, {**content, **fields, "version": version})
+    return root
 
 
-COVERS = ("covers", "cover_costs", "cover_edges")
-
-
-def with_units(p: int, tensors: dict[str, Tensor]) -> None:
-    """As version 5 was: tables of rows and units, which are not used any more."""
-    for name in [name for name in tensors if name.endswith("halo_counts")]:
-        count = tensors[name].numel()
-        for table in ("pair_rows", "pair_units"):
-            tensors[name.replace("halo_counts", table)] = torch.zeros(count, count, dtype=torch.int)
-
-
-def without_covers(p: int, tensors: dict[str, Tensor]) -> None:
-    """As version 3 was."""
-    for name in [name for name in tensors if name.endswith(COVERS)]:
-        del tensors[name]
-    with_units(p, tensors)
-
-
-def as_before(p: int, tensors: dict[str, Tensor]) -> None:
-    """As versions 1 and 2 were."""
-    for name in list(tensors):
-        if name.endswith(COVERS):
-            del tensors[name]
-        elif name.endswith("send_index"):
-            tensors[name] = tensors[name].long()
-
-
-@pytest.mark.parametrize("change, version", [(as_before, 1), (without_covers, 3), (with_units, 5)])
-def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph: Data):
+def test_older_partitions_are_refused_with_the_command_that_rewrites_them(tmp_path: Path):
+    """By the version alone: other fields may be of any kind."""
     data, part = clusters()
-    pyg_sar.write_partitions(data, 5, tmp_path / "old", part)
-    rewrite(tmp_path / "old", change, version)
-    sweep = Sweep(5)
-    for name, (make, edge) in LAYERS.items():
-        sweep.add(name, Job(make().double(), tmp_path / "old", edge, MODES), data)
-    sweep.check()
-    hetero = make_hetero()
-    pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
-    rewrite(tmp_path / "hetero", change, max(version, 2))
+    pyg_sar.write_partitions(data, 3, tmp_path / "old ones", "metis", seed=7)
+    pyg_sar.write_partitions(data, 3, tmp_path / "vector", part % 3)
+    for version in range(1, VERSION):
+        named = of_version(tmp_path / "old ones", version, hetero={"types": 1})
+        given = of_version(tmp_path / "vector", version)
 
-    def worker() -> int:
-        found = pyg_sar.load_partition(tmp_path / "hetero")
-        plans = [found[key].edge_index.to_local().plan for key in found.edge_types]
-        assert all((plan.covers is None) == (version < 4) for plan in plans)
-        return max(plan.world_size for plan in plans)
+        def worker(folders: tuple[Path, ...] = (named, given)) -> list[str]:
+            found = []
+            for folder in folders:
+                with pytest.raises(PartitionError) as caught:
+                    pyg_sar.load_partition(folder)
+                found.append(str(caught.value))
+            return found
 
-    assert workers(worker, 3) == [3, 3, 3]
+        for texts in workers(worker, 3):
+            for text, options in zip(texts, ("--method metis --seed 7", "--seed 0"), strict=True):
+                assert f"version {version}, older than {VERSION}" in text
+                assert f"pyg-sar partition GRAPH --parts 3 {options} --out " in text
+    command = texts[0].split("again from its graph: ")[1].split(";")[0].replace("GRAPH", "g.pt")
+    torch.save(data, tmp_path / "g.pt")
+    words = shlex.split(command.replace("g.pt", str(tmp_path / "g.pt")))
+    assert main(words[1:]) == 0
+    assert pyg_sar.partition.merge_partitions(named).num_edges == data.num_edges
+
+
+def test_the_command_holds_numbers_and_known_methods_only(tmp_path: Path):
+    """It is made of what the file says, which may be anything."""
+    pyg_sar.write_partitions(clusters()[0], 1, tmp_path / "old")
+    of_version(tmp_path / "old", 5, method="; rm -rf /", seed="$(id)", num_parts=[2])
+    with pytest.raises(PartitionError, match="partition GRAPH --out") as caught:
+        pyg_sar.load_partition(tmp_path / "old")
+    assert "rm -rf" not in str(caught.value) and "id" not in str(caught.value).split("--out")[0]
 
 
 def row_beyond(p: int, tensors: dict[str, Tensor]) -> None:

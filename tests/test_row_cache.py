@@ -286,7 +286,7 @@ def test_a_real_graph(shared_data):
     halos = [halo.numpy() for halo in layout.halos]
     published = np.unique(np.concatenate(halos))
     needs = [np.searchsorted(published, halo) for halo in halos]
-    first = np.searchsorted(published, layout.node_offsets.numpy())
+    first = np.searchsorted(published, layout.sources.offsets.numpy())
     capacity = max(rows.size for rows in needs)
     rows = torch.randn(published.size, 4)
     found = {}
@@ -303,14 +303,17 @@ def test_a_real_graph(shared_data):
 def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
     parts, published, halo = 16, 4000, 6000
     draw = np.random.default_rng(0)
-    index = {
-        part: [
-            torch.from_numpy(draw.permutation(published)[: 0 if owner == part else halo // parts])
-            for owner in range(parts)
-        ]
+    places = {
+        part: torch.cat(
+            [
+                torch.from_numpy(draw.permutation(published)[: halo // parts] + owner * published)
+                for owner in range(parts)
+                if owner != part
+            ]
+        )
         for part in range(parts)
     }
-    routes = Routes([published] * parts, index, {}, None)
+    routes = Routes([published] * parts, places, {}, None)
     host = SimpleNamespace(parts=range(parts), num_parts=parts, keep="belady")
     tracemalloc.start()
     try:

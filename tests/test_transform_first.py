@@ -39,6 +39,7 @@ from pyg_sar import SARPolicy
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels import ops
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.tensors import NodeTensor
 
 NARROW = 2
@@ -140,7 +141,7 @@ def halves(root: Path, layer: torch.nn.Module) -> Any:
     data = pyg_sar.load_partition(root)
     data.x = data.x.bfloat16()
     model = pyg_sar.distribute(copy.deepcopy(layer))
-    return one_pass(model, data), model._transforms_first
+    return one_pass(model, data), facts_of(model).transforms_first
 
 
 def distance(found: Any, expected: Any) -> float:
@@ -178,7 +179,7 @@ def test_second_derivatives(root: Path, graph: Data) -> None:
     def worker() -> list[Tensor]:
         model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
         found = forces(model, pyg_sar.load_partition(root))
-        assert model._transforms_first
+        assert facts_of(model).transforms_first
         return found
 
     expected = forces(copy.deepcopy(layer), graph)
@@ -229,7 +230,7 @@ def bytes_of(root: Path, runs: list[Run]) -> tuple[list[Any], int, int]:
             (phase, kind): ledger.received_bytes(phase=phase, kind=kind) - bytes_before
             for (phase, kind), bytes_before in before.items()
         }
-        results.append((found, conv._transforms_first))
+        results.append((found, facts_of(conv).transforms_first))
     plan = data.edge_index.to_local().plan
     sends = sum(plan.send_rows(peer).numel() for peer in range(comm.world_size))
     return results, plan.num_halo, sends
@@ -290,7 +291,7 @@ def saved_numbers(root: Path, first: bool) -> tuple[list[torch.Tensor], int, int
     out.square().sum(-1).mean().backward()
     gradients = [p.grad for p in conv.parameters() if p.grad is not None]
     found = [whole(out.detach()), whole(x.grad), *gradients]
-    return found, sum(kept.values()), len(x.to_local()), conv._transforms_first
+    return found, sum(kept.values()), len(x.to_local()), facts_of(conv).transforms_first
 
 
 def test_a_square_map_goes_first_and_keeps_no_sums(root: Path) -> None:
@@ -398,7 +399,7 @@ def taken(root: Path) -> dict[str, bool]:
     for name, make in LEFT.items():
         model = pyg_sar.distribute(make().double())
         model(data.x, data.edge_index)
-        found[name] = model._transforms_first
+        found[name] = facts_of(model).transforms_first
     for make in HOOKS.values():
         with pytest.raises(DistributedIndexError, match="has a hook in '"):
             pyg_sar.distribute(make().double())(data.x, data.edge_index)
@@ -477,7 +478,7 @@ def shared(root: Path) -> tuple[Tensor, Tensor]:
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(data.x.float(), data.edge_index)
-    mixed = layer._transforms_first
+    mixed = facts_of(layer).transforms_first
     layer = gnn.SAGEConv(CHANNELS, NARROW, bias=False).double()
     layer.lin_r = layer.lin_l
     model = pyg_sar.distribute(layer)
@@ -486,7 +487,7 @@ def shared(root: Path) -> tuple[Tensor, Tensor]:
     seen: list[Any] = []
     model.register_forward_hook(lambda _, given, out: seen.append((given[0].size(1), out.size(1))))
     out = model(data.x, data.edge_index)
-    assert not mixed and model._transforms_first and seen == [(CHANNELS, NARROW)]
+    assert not mixed and facts_of(model).transforms_first and seen == [(CHANNELS, NARROW)]
     twin = copy.deepcopy(layer)
     assert "forward" not in twin.lin_l.__dict__ and "propagate" not in twin.__dict__
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
@@ -527,7 +528,7 @@ def hetero(root: Path) -> Any:
     model = pyg_sar.distribute(model)
     out = model(x, edges)["b"]
     conv = next(iter(model.convs.values()))
-    return whole(out.detach()), conv._transforms_first, conv.state_dict()
+    return whole(out.detach()), facts_of(conv).transforms_first, conv.state_dict()
 
 
 def test_bipartite_lazy_layers_of_heterogeneous_models(root: Path, graph: Data) -> None:
@@ -546,7 +547,7 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch, graph: Data) -> None:
     expected = single_process(plain, graph)
     layer = pyg_sar.distribute(copy.deepcopy(plain))
     found = one_pass(layer, graph)
-    assert layer._transforms_first
+    assert facts_of(layer).transforms_first
     assert error(found.out, expected.out) < 1e-12
     assert error(found.x_grad, expected.x_grad) < 1e-12
     monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", graph.num_edges + 1)

@@ -30,14 +30,10 @@ from torch_geometric.nn.aggr import (
 from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
-from pyg_sar.message.dependence import Dependence, analyse, sample
+from pyg_sar.message.dependence import Dependence
+from pyg_sar.message.layer_facts import facts_of, hooks_of
 from pyg_sar.message.layer_state import pads
-from pyg_sar.message.message_checks import (
-    RowAgreement,
-    edge_level_names,
-    maximum,
-    row_levels,
-)
+from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
@@ -131,16 +127,6 @@ def decomposition_of(layer: Any, complete: bool) -> Decomposition:
     return found
 
 
-class Choices(dict[Any, Choice]):
-    """Choices per kind of call. A copy of the layer starts without them, on all workers alike."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Choices:
-        return Choices()
-
-    def __reduce__(self) -> Any:
-        return Choices, ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Analysis:
     """The findings of one worker about a message."""
@@ -164,12 +150,6 @@ def title_of(layer: Any) -> str:
 def titled(kind: str, name: str, rank: int) -> str:
     """A layer's class and name, and the rank, for messages."""
     return f"{kind}{f' {name!r}' if name not in ('', kind) else ''} at rank {rank}"
-
-
-def choices_of(layer: Any) -> Choices:
-    """The choices that a layer remembers."""
-    found: Choices = layer.__dict__.setdefault("_choices", Choices())
-    return found
 
 
 class Chooser:
@@ -196,34 +176,32 @@ class Chooser:
         """
         kind, switches = self.layer.call_key(self.kwargs)
         key = (strategy, reason, self.layer.policy, kind)
-        choices = choices_of(self.layer)
+        facts = facts_of(self.layer)
+        choices = facts.choices
         known = choices.get((key, switches))
         if known is None:
             known = choices.get(key)
             if known is None or not self._still_holds(known):
-                of_rows = "rows", kind, switches  # whatever the policy
-                looked = choices.get(of_rows)
-                everywhere = self._agree_on_call(str(key), looked is not None)
-                rows = looked.rows if looked is not None and everywhere else None
-                known = choices[key] = self._decide(strategy, reason, rows)
-                choices[of_rows] = known
+                rows = facts.rows.get((kind, switches))
+                everywhere = self._agree_on_call(str(key), rows is not None)
+                known = choices[key] = self._decide(strategy, reason, rows if everywhere else None)
+                facts.rows[kind, switches] = known.rows
             choices[key, switches] = known
         # Of this graph, which may be another one than the last.
         return replace(known, sizes=self.rows.sizes()) if known.sizes else known
 
     def _still_holds(self, known: Choice) -> bool:
         """True where the layer, some of whose attributes changed, needs the same as before."""
+        if known.rows is not None:
+            self.rows.levels = known.rows.edges, known.rows.nodes
         if known.rows is not None and known.rows.mine is not None:
-            mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
+            mine = self.rows.look(*self.rows.levels, "message")
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
         if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
-            return not (
-                self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks
-            )
-        edge_level, some_edges = known.edge_level, True
-        look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
+            return not hooks_of(self.layer, "aggregate")
+        look = self._look(known.strategy == "chunked", True, known.sizes)
         return (look.severity, *look.numbers) == known.found
 
     def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
@@ -241,19 +219,17 @@ class Chooser:
                     "them. Use an aggregation that does not"
                 )
         if found is None:
-            own = not is_known(self.layer)
-            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs)
             mine, agreed = self.rows.agree(levels, nodes, "message")
-            if nodes:
-                agreed = replace(agreed, refused="")
             found = RowsFound(mine, levels, nodes, agreed)
+        self.rows.levels = found.edges, found.nodes
         sizes = self.rows.sizes() if found.agreed.numbers else {}
         choice = self._chosen(strategy, reason, found.agreed, sizes)
         return replace(choice, sizes=sizes, rows=found)
 
     def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Choice:
         known = () if rows.rows is None else (rows.rows,)
-        if rows.refused:  # One worker has all edges, and all nodes: it may read these by any id.
+        if rows.refused:  # One worker has all edges; several have raised.
             return replace(self._whole(rows.refused), out_rows=known)
         if rows.updates and strategy != "one_shot":
             names = ", ".join(f"'{name}'" for name in rows.updates)
@@ -263,7 +239,7 @@ class Chooser:
             source = 0 if self.layer.flow == "source_to_target" else 1
             if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
                 self._attempt("sequential", sizes)  # a second look, which refuses as well
-                if self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks:
+                if hooks_of(self.layer, "aggregate"):
                     self._attempt("chunked", sizes)  # The other doesn't aggregate by itself.
             return replace(self._whole(reason), out_rows=known)
         for attempt in ("sequential", "chunked"):
@@ -282,20 +258,21 @@ class Chooser:
         Returns:
             The attributes that it leaves with a row per edge.
         """
-        key = ("edge_update", self.layer.policy, self.layer.call_key(self.kwargs)[0])
-        choices = choices_of(self.layer)
-        if key in choices:
-            return choices[key].sets
+        key = self.layer.policy, self.layer.call_key(self.kwargs)[0]
+        known = facts_of(self.layer).edge_updates
+        if key in known:
+            return known[key]
         self._agree_on_call(str(key))
         method = "edge_update"
-        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, method)
         _, agreed = self.rows.agree(levels, nodes, method)
-        choices[key] = Choice("one_shot", sets=agreed.keeps)
+        known[key] = agreed.keeps
         return agreed.keeps
 
     def _whole(self, reason: str) -> Choice:
-        if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
-            self.layer._warned = True
+        facts = facts_of(self.layer)
+        if reason != "asked for" and not facts.warned:
+            facts.warned = True
             warnings.warn(
                 f"{self.title} fetches its whole halo at once: {reason}. Its memory does not "
                 "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",
@@ -312,9 +289,8 @@ class Chooser:
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
-        edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
         some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
-        look = self._look(complete, edge_level, some_edges, sizes)
+        look = self._look(complete, some_edges, sizes)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:
@@ -337,7 +313,7 @@ class Chooser:
         choice = Choice(
             strategy,
             needs,
-            edge_level,
+            self.rows.levels[0],
             -agreed[1],
             tuple(
                 torch.empty(
@@ -351,13 +327,7 @@ class Chooser:
         )
         return choice, "", 0
 
-    def _look(
-        self,
-        complete: bool,
-        edge_level: dict[str, bool],
-        some_edges: bool,
-        sizes: dict[str, Any],
-    ) -> _Analysis:
+    def _look(self, complete: bool, some_edges: bool, sizes: dict[str, Any]) -> _Analysis:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
@@ -369,17 +339,16 @@ class Chooser:
                 self.layer,
                 self.edge_index,
                 self.kwargs,
-                edge_level,
+                self.rows.levels[0],
                 reductions.groups,
                 complete,
                 most_edges(self.layer, self.edge_index, complete),
                 sizes,
             )
-            tile = sample(self.edge_index)
-            if tile.num_edges or not some_edges:
+            if self.edge_index.size(1) or not some_edges:
                 reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
                 linear = complete or reductions.linear
-                numbers = analyse(program, tile, reads, linear).encode()
+                numbers = self.rows.observation().needs(program, reads, linear).encode()
                 rows, sets = program.out_rows, program.sets
                 _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)

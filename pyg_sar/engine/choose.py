@@ -28,17 +28,15 @@ from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import PLAIN, Decomposition
-from pyg_sar.message.dependence import sample
 from pyg_sar.message.edge_draws import EdgeDraws
+from pyg_sar.message.layer_facts import hooks_of, pristine
 from pyg_sar.message.layer_state import preserved_attributes
-from pyg_sar.message.message_checks import (
-    Products,
-)
 from pyg_sar.message.program import TileProgram, check_nodes
+from pyg_sar.message.recording import Products, Recording
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.shard import shards_of
+from pyg_sar.space.shard import Tile, shards_of
 from pyg_sar.wording import counted
 
 _PLAN: Label = ("", "", "plan")
@@ -76,12 +74,15 @@ def attention_kernel(
     if isinstance(attention, RelationalTerms):
         kernel: Kernel = RelationalAttention(attention, edge_index, policy, name, title)
         return kernel, list(tensors.values())
+    kept = attention.drop_key
     shapes = tuple([(role, t.dtype, t.shape[1:]) for role, t in tensors.items()])
     key = policy, attention.kind, attention.p > 0, torch.is_grad_enabled(), shapes
     # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
     # wire, and tanh has no states to merge: then all rows are pulled.
     pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
-    pushes &= plan.comm.host is None and edge_attr is None and attention.kind != "tanh"
+    pushes &= edge_attr is None and attention.score.softmax
+    if plan.comm.host is not None:  # One block of several parts' edges has no seed of its own.
+        pushes &= attention.score.by_source and (attention.p == 0 or kept is not None)
     remember = edge_index.remember_together if pushes else edge_index.remember
     made = remember(("attention", pushes), dict)
     if key not in made:
@@ -90,7 +91,7 @@ def attention_kernel(
             covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
         splits = covers.forward, covers.backward
         made[key] = by_shards(shards_of(edge_index), *splits), splits
-    (schedule, splits), kept = made[key], attention.drop_key
+    schedule, splits = made[key]
     sent: list[list[Tensor]] = [[], []]
     if kept is not None:  # The owners of the sources hear which weights of pushed edges are kept.
         bits = [() if one is None else one.sent(edge_index, kept.view(-1)) for one in splits]
@@ -153,7 +154,7 @@ def sums_call(
     found, needs, policy = choice.sums, choice.needs, layer.policy
     if found is None or needs is None or policy.kernels == "off":
         return None
-    if layer._message_forward_pre_hooks or layer._message_forward_hooks:
+    if hooks_of(layer, "message"):
         return None
     rows, weight = kwargs[found.source], None if found.weight is None else kwargs[found.weight]
     rows = rows[0] if isinstance(rows, tuple | list) else rows
@@ -188,10 +189,8 @@ def only_sums(
     layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
 ) -> SumsCall | None:
     """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
-    updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
-    hooks = layer._propagate_forward_pre_hooks or layer._propagate_forward_hooks
-    more = updates or hooks or choice.sets or layer.policy.random is not None
-    if more or type(layer.aggr_module) not in PLAIN:
+    updates = hooks_of(layer, "propagate") or not pristine(layer, "update", of=MessagePassing)
+    if updates or layer.may_draw() or choice.sets or type(layer.aggr_module) not in PLAIN:
         return None
     call = sums_call(layer, edge_index, kwargs, choice)
     return None if call is None or call.key is None else call
@@ -245,13 +244,13 @@ def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
         shards = shards_of(edge_index)
         if extrema and any(b.segments.source.dtype != torch.int32 for b in shards.blocks):
             return None
-        # What a narrow wire rounds must not depend on where workers run, and hosted parts pull.
-        if not (there and exact) or comm.world_size == 1 or comm.host is not None:
+        # What a narrow wire rounds must not depend on where workers run.
+        if not (there and exact) or comm.world_size == 1:
             return by_shards(shards), None, False
         missing = why_missing_on(edge_index.device)
         ready = torch.tensor(int(missing is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
-        cover = can and rows_travel(comm)
+        cover = can and comm.host is None and rows_travel(comm)
         split = None
         if cover:
             split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)
@@ -280,18 +279,21 @@ def _check_message(
     """Raises where the message, tried on an edge, is not what it was when it was analysed."""
     if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:
         return
-    groups, tile = decomposition_of(layer, False).groups, sample(edge_index, 1)
+    groups, one = decomposition_of(layer, False).groups, slice(0, 1)
+    source, target = (row[one] for row in edge_index.ends())
+    place = source % edge_index.plan.num_local  # of an own row
+    tile = Tile(0, one, target, torch.zeros_like(target), place, one)
     given = layer, edge_index, kwargs, choice.edge_level, groups
     program = TileProgram(*given, sizes=choice.sizes)
     tensors = [operand.tensor.detach() for operand in program.operands]
     with torch.no_grad(), preserved_attributes(layer, buffers=True):
         values = program.gather(tile, tensors, [tensors[k] for k in program.numbers("source")])
-        with Products(program, values) as products:
-            mapped = program.run(tile, values, Reductions())
-    needs = choice.needs
+        with Recording() as recording:
+            messages = [one.messages for one in program.run(tile, values, Reductions())]
+    needs, products = choice.needs, Products(recording, program, values)
     if needs is not None and needs.product is not None:
-        same = products.found(mapped) == needs.product
+        same = products.found(messages) == needs.product
     else:
-        same = needs is not None and products.is_source(mapped, values[needs.source])
+        same = needs is not None and products.is_source(messages, values[needs.source])
     if not same:
         raise changed_message(title)

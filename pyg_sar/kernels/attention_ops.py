@@ -40,6 +40,7 @@ from torch import Tensor
 
 from pyg_sar.kernels import fallback, on_gpu
 from pyg_sar.kernels.attention_terms import (
+    Arguments,
     Attention,
     AttentionGradients,
     AttentionState,
@@ -48,9 +49,8 @@ from pyg_sar.kernels.attention_terms import (
     wide_dtype,
 )
 from pyg_sar.kernels.ops import check_not_recorded, edge_dot, gather_sum_, takes, use_kernel
+from pyg_sar.kernels.scores import number_of
 
-KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
-_ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
 _ROWS = 2**31 - 1  # what the kernels' row numbers reach
 
 
@@ -96,7 +96,7 @@ def attention_(
         check_not_recorded("attention", *attention.tensors().values())
     if attention.places is not None:
         attention, segments = _in_place(attention, segments, attention.places)
-    if attention.kind == "tanh":
+    if not attention.score.softmax:
         _add_tanh(state, attention, segments, native)
         return state
     run: Any = fallback.attention_
@@ -143,7 +143,7 @@ def attention_backward_sources_(
         As :func:`attention_`.
     """
     names: tuple[str, ...] = ("value", "key")
-    if attention.kind in _ALL_BY_SOURCE:
+    if attention.score.by_source:
         names = (*names, "query", "edge_attr", "edge_weight")
     _backward(gradients, names, attention, cotangent, transposed, True, native)
 
@@ -177,7 +177,7 @@ def attention_backward_targets_(
         As :func:`attention_`.
     """
     names: tuple[str, ...] = ("query", "att", "edge_attr", "edge_weight")
-    names = () if attention.kind in _ALL_BY_SOURCE else names
+    names = () if attention.score.by_source else names
     _backward(gradients, names, attention, cotangent, segments, False, native)
 
 
@@ -217,7 +217,7 @@ def _backward(
         return
     if not transposed and attention.places is not None:
         attention, segments = _in_place(attention, segments, attention.places)
-    if attention.kind == "tanh":
+    if not attention.score.softmax:
         _add_tanh_gradients(gradients, attention.in_order(), cotangent, segments, native)
         return
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
@@ -262,7 +262,7 @@ def _on_gpu(attention: Attention, native: bool | None) -> Any:
     drop = 0 if key is None or attention.p == 0 else key.dim()
     features = None if attention.edge_attr is None else attention.edge_attr.size(1)
     shape = on_gpu.AttentionShape(
-        kind=KINDS.index(attention.kind),
+        kind=number_of(attention.kind),
         heads=value.size(1),
         channels=value.size(2),
         features=features,
@@ -281,35 +281,22 @@ def _detached(attention: Attention, segments: Segments, widen: bool = True) -> t
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
 
 
-def arguments_of(
-    attention: Attention, segments: Segments, widen: bool = True
-) -> tuple[object, ...]:
-    """The kernels' arguments after their own tensors; they compute in the accumulators' dtype.
+def arguments_of(attention: Attention, segments: Segments, widen: bool = True) -> Arguments:
+    """The kernels' arguments; they compute in the accumulators' dtype.
 
     Args:
         attention: Scores and values.
         segments: Edges.
         widen: Whether tensors are given in that dtype; else kernels widen what they read.
     """
-    wide = wide_dtype(attention.value.dtype) if widen else attention.value.dtype
-    floats = [attention.value, attention.key, attention.query, attention.att]
-    floats += [attention.edge_attr, attention.edge_weight]
-    keys = attention.drop_key if attention.p > 0 else None
-    low, high = fallback.split_seed(attention.seed) if attention.p > 0 else (0, 0)
-    return (
-        KINDS.index(attention.kind),
-        *(None if t is None else t.to(wide) for t in floats),
-        attention.slope,
-        attention.scale,
-        segments.source,
-        segments.offsets,
-        segments.targets,
-        segments.edges,
-        None if keys is None else keys.to(torch.int32),
-        low,
-        high,
-        attention.p,
-    )
+    a, wide = attention, wide_dtype(attention.value.dtype) if widen else attention.value.dtype
+    floats = (a.value, a.key, a.query, a.att, a.edge_attr, a.edge_weight)
+    value, *others = (None if t is None else t.to(wide) for t in floats)
+    keys = a.drop_key.to(torch.int32) if a.p > 0 and a.drop_key is not None else None
+    words = fallback.split_seed(a.seed) if a.p > 0 else (0, 0)
+    ends = segments.source, segments.offsets, segments.targets, segments.edges
+    score = number_of(a.kind), cast(Tensor, value), *others, a.slope, a.scale
+    return Arguments(*score, *ends, keys, *words, a.p)
 
 
 def takes_attention(attention: Attention, num_targets: int) -> bool:

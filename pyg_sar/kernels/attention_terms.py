@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Kind = Literal["additive", "gatv2", "dot", "mixed", "tanh"]
+from pyg_sar.kernels.scores import SCORES, Score, declared, number_of, row_shape
+
 _PRODUCTS = 2**18  # held at a time
 
 
@@ -44,41 +45,24 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    r"""A score function and what it reads, for a shard of M source rows and N target rows.
-
-    .. math::
-        s_e = \begin{cases}
-        \mathrm{leaky}(k_j + q_i + \epsilon_e) & \text{additive} \\
-        \sum_c \mathrm{att}_c \, \mathrm{leaky}(k_j + q_i + \epsilon_e)_c & \text{gatv2} \\
-        \mathrm{leaky}(\mathrm{scale} \, \langle q_i, k_j + \epsilon_e \rangle) & \text{dot} \\
-        \mathrm{leaky}((\langle \mathrm{att}_0, k_j \rangle + \langle \mathrm{att}_1, q_i \rangle)
-            \, \sigma(\langle q_i, k_j \rangle)) & \text{mixed}
-        \end{cases}
-        \qquad \epsilon_e = \mathrm{edge\_attr}_e \, \mathrm{edge\_weight}
-
-    for each head: the scores of GATConv, GATv2Conv, TransformerConv (slope 1) and SuperGATConv
-    ("MX"; its "SD" is ``dot``). With ``dot``, the edge term is part of the value too:
-    :math:`\mathrm{value}_e = v_j + \epsilon_e`; else it is :math:`v_j`.
-
-    ``tanh`` (FAConv) has a head, and weights that are not normalised:
-    :math:`\mathrm{out}_i = \sum_e \tanh(k_j + q_i) \, \mathrm{edge\_attr}_e \, v_j`.
+    """A score of :mod:`pyg_sar.kernels.scores` and what it reads, of M source and N target rows.
 
     Attributes:
-        kind: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'`` or ``'tanh'``.
-        value: ``[M, H, C]``, floating point; more rows with ``places``.
-        query: ``[N, H]`` (additive, for which ``None`` is 0, and tanh), else ``[N, H, C]``.
-        key: ``[M, H]`` (additive and tanh), else ``[M, H, C]``, or ``None`` where the values are
-            the keys: the gradients of both then add up in that of ``value``. As many rows as there
-            are of ``value``.
+        kind: The score's name.
+        value: ``[M, H, C]``, floating point; more rows with ``places``. A score without softmax has
+            one head.
+        query: ``[N, H]`` or ``[N, H, C]``; ``None`` is 0 where keys are joined with narrow queries.
+        key: ``[M, H]`` or ``[M, H, C]``; ``None`` instead of the latter: the values are the keys,
+            and the gradients of both add up in that of ``value``. As many rows as ``value`` has.
         places: Where in ``value`` and ``key`` source rows 0 to M - 1 lie, ``[M]``, int32 or int64;
             ``None``: in order, and no others.
-        att: ``[H, C]`` (gatv2), ``[2, H, C]`` (mixed), else ``None``.
-        edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term. Not of ``mixed``;
-            of ``tanh`` ``[E, 1]``, and ``None`` is 1.
-        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``, but with
-            ``tanh``.
-        slope: Leaky ReLU's negative slope; 1: none. Not of ``tanh``.
-        scale: Of ``dot``.
+        att: ``[H, C]``, ``[2, H, C]``, or ``None``.
+        edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term. Where it is a factor
+            ``[E, 1]``, and ``None`` is 1.
+        edge_weight: ``[D, H]`` or ``[D, H, C]``, as keys are; goes with ``edge_attr``, but where
+            that is a factor.
+        slope: Leaky ReLU's negative slope; 1: none.
+        scale: Of inner products.
         drop_key: ``[E]``, int32 or int64 of which 32 bits count: what an edge is known by to the
             dropout, the same in every pass and however edges are sharded. Or which heads are kept,
             ``[E, ceil(H / 32)]``, int32: bit h % 32 of word h // 32 is set. Needed where p > 0.
@@ -86,7 +70,7 @@ class Attention:
         p: Probability to drop a weight after the normalisation.
     """
 
-    kind: Kind
+    kind: str
     value: Tensor
     query: Tensor | None
     key: Tensor | None = None
@@ -99,6 +83,11 @@ class Attention:
     seed: int = 0
     p: float = 0.0
     places: Tensor | None = None
+
+    @property
+    def score(self) -> Score:
+        """The declaration of the score."""
+        return SCORES[self.kind]
 
     @property
     def num_sources(self) -> int:
@@ -128,6 +117,34 @@ class Attention:
         check_segments(segments.source, segments.offsets, segments.targets, segments.edges)
         numbered = segments.edges is not None
         check_per_edge(segments.source, numbered, self.edge_attr, self.drop_key, self.p)
+
+
+class Arguments(NamedTuple):
+    """The operators' arguments after their own tensors: an :class:`Attention` and its segments.
+
+    Attributes:
+        kind: The score's number.
+        low, high: The words of the seed, by :func:`pyg_sar.kernels.fallback.split_seed`.
+        drop_key: int32, where p > 0.
+    """
+
+    kind: int
+    value: Tensor
+    key: Tensor | None
+    query: Tensor | None
+    att: Tensor | None
+    edge_attr: Tensor | None
+    edge_weight: Tensor | None
+    slope: float
+    scale: float
+    source: Tensor
+    offsets: Tensor
+    targets: Tensor | None
+    edges: Tensor | None
+    drop_key: Tensor | None
+    low: int
+    high: int
+    p: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,39 +336,32 @@ def check_terms(
     edge_weight: Tensor | None,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` where tensors don't fit ``kind`` or each other."""
-    if kind not in ("additive", "gatv2", "dot", "mixed", "tanh"):
-        raise ValueError(
-            "attention: expected 'kind' to be one of ('additive', 'gatv2', 'dot', 'mixed', 'tanh') "
-            f"(got '{kind}')"
-        )
+    score = declared()[number_of(kind)]
     if value.dim() != 3 or not value.is_floating_point():
         raise ValueError(
             "attention: expected 'value' of shape [M, H, C], floating point (got "
             f"{list(value.shape)}, {value.dtype})"
         )
-    if kind == "tanh" and value.size(1) != 1:
+    if not score.softmax and value.size(1) != 1:
         raise ValueError(
-            "attention: expected a single head with kind 'tanh' (got 'value' of shape "
+            f"attention: expected a single head with kind '{kind}' (got 'value' of shape "
             f"{list(value.shape)})"
         )
+    of_key, of_query = row_shape(score.narrow_key, value), row_shape(score.narrow_query, value)
+    may_lack = score.joined and score.narrow_query
+    check_term("query", query, kind, value, [-1] + of_query, may_lack)  # noqa: RUF005
+    check_term("key", key, kind, value, [value.size(0)] + of_key, not score.narrow_key)  # noqa: RUF005
     row = list(value.shape[1:])
-    inner = row[:1] if kind in ("additive", "tanh") else row
-    check_term("query", query, kind, value, [-1] + inner, kind == "additive")  # noqa: RUF005
-    check_term("key", key, kind, value, [value.size(0)] + inner, len(inner) == 2)  # noqa: RUF005
-    if kind == "gatv2":
-        check_term("att", att, kind, value, row, False)
-    else:
-        pair = [2] + row  # noqa: RUF005
-        check_term("att", att, kind, value, pair if kind == "mixed" else None, False)
-    if kind == "mixed" or edge_attr is None:
-        check_term("edge_attr", edge_attr, kind, value, None, False)
-    else:
-        check_term("edge_attr", edge_attr, kind, value, [-1, 1 if kind == "tanh" else -1], False)
-    if kind in ("mixed", "tanh") or edge_attr is None:
-        check_term("edge_weight", edge_weight, kind, value, None, False)
-    else:
-        each = [edge_attr.size(-1)] + inner  # noqa: RUF005
-        check_term("edge_weight", edge_weight, kind, value, each, False)
+    pair: list[int] | None = [score.att] + row if score.att == 2 else row  # noqa: RUF005
+    check_term("att", att, kind, value, None if score.att == 0 else pair, False)
+    attr: list[int] | None = None
+    weight: list[int] | None = None
+    if edge_attr is not None and score.term != "none":
+        attr = [-1, 1] if score.term == "factor" else [-1, -1]
+        if score.term != "factor":
+            weight = [edge_attr.size(-1)] + of_key  # noqa: RUF005
+    check_term("edge_attr", edge_attr, kind, value, attr, False)
+    check_term("edge_weight", edge_weight, kind, value, weight, False)
 
 
 def check_term(
@@ -449,25 +459,13 @@ def check_sums(
     offsets: Tensor,
     targets: Tensor | None,
     weight: Tensor | None,
+    numbers: bool = True,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` where a sum's tensors don't fit together.
 
-    The C++ kernels check this by themselves.
+    The C++ kernels check this by themselves; Triton's leave it to the device to read
+    ``numbers`` in ``offsets``.
     """
-    check_sum_shapes(name, out, rows, source, offsets, targets, weight)
-    check_offsets(name, source, offsets)
-
-
-def check_sum_shapes(
-    name: str,
-    out: Tensor,
-    rows: Tensor,
-    source: Tensor,
-    offsets: Tensor,
-    targets: Tensor | None,
-    weight: Tensor | None,
-) -> None:
-    """The same, but for the numbers in ``offsets``: no number is read."""
     if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
         raise ValueError(
             f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
@@ -492,3 +490,5 @@ def check_sum_shapes(
             f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
             f"{list(weight.shape)})"
         )
+    if numbers:
+        check_offsets(name, source, offsets)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.kernels.attention_terms import check_offsets, check_sums, wide_dtype
+from pyg_sar.kernels.scores import declared, edge_gradients, edge_scores
 
 
 def mixed_bits(x: Tensor) -> Tensor:
@@ -243,106 +244,54 @@ def gather_sum(
 # Attention ####################################################################
 
 
-def edge_scores(
+def edge_rows(
     kind: int,
     value: Tensor,
-    key: Tensor,
+    key: Tensor | None,
     query: Tensor | None,
-    att: Tensor | None,
-    term: Tensor | None,
-    slope: float,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, H]`` and values ``[B, H, C]`` of edges, from the rows that each reads.
-
-    The numbers of ``kind`` are those of ``attention_ops.KINDS``.
-    """
-    if kind == 2:
-        assert query is not None
-        if term is not None:
-            key, value = key + term, value + term
-        return leaky((query * key).sum(-1) * scale, slope), value
-    if kind == 3:
-        assert query is not None and att is not None
-        ends = (att[0] * key).sum(-1) + (att[1] * query).sum(-1)
-        return leaky(ends * (query * key).sum(-1).sigmoid(), slope), value
-    total = key if query is None else key + query
-    total = leaky(total if term is None else total + term, slope)
-    if kind == 0:
-        return total, value
-    assert att is not None
-    return (total * att).sum(-1), value
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    at: Tensor,
+    i: Tensor,
+    j: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of edges ``(j, i)`` of numbers ``at``: ``x`` and ``query`` of :func:`scores.edge_scores`, and
+    values ``[B, H, C]``."""
+    score = declared()[kind]
+    values = value.index_select(0, j)
+    x = values if key is None else key.index_select(0, j)
+    queries = x if query is None else query.index_select(0, i)
+    if score.joined and query is not None:
+        x = x + queries
+    if edge_attr is not None and edge_weight is not None:
+        product = edge_attr.index_select(0, at) @ edge_weight.flatten(1)
+        term = product.view([product.size(0)] + list(edge_weight.shape[1:]))  # noqa: RUF005
+        x = x + term
+        if score.term == "key and value":
+            values = values + term
+    return x, queries, values
 
 
-def leaky(x: Tensor, slope: float) -> Tensor:
-    """A leaky ReLU; TorchScript's own gradient of it rounds the slope to float32."""
-    return x if slope == 1.0 else torch.where(x > 0, x, x * slope)
-
-
-def through_leaky(gradient: Tensor, x: Tensor, slope: float) -> Tensor:
-    """The gradient of a leaky ReLU's argument ``x``."""
-    return torch.where(x > 0, gradient, gradient * slope)
-
-
-def edge_gradients(
-    kind: int,
-    key: Tensor,
-    query: Tensor | None,
-    att: Tensor | None,
-    term: Tensor | None,
-    slope: float,
-    scale: float,
-    grad_scores: Tensor,
-    grad_values: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``key``, ``query``, ``att`` (of all edges together) and ``term``.
-
-    Those that ``kind`` doesn't have are of no use.
-    """
-    if kind == 2:
-        assert query is not None
-        key = key if term is None else key + term
-        inner = (query * key).sum(-1) * scale
-        slopes = (through_leaky(grad_scores, inner, slope) * scale).unsqueeze(-1)
-        return slopes * query, slopes * key, slopes, slopes * query + grad_values
-    if kind == 3:
-        assert query is not None and att is not None
-        ends = (att[0] * key).sum(-1) + (att[1] * query).sum(-1)
-        gate = (query * key).sum(-1).sigmoid()
-        whole = through_leaky(grad_scores, ends * gate, slope)
-        of_ends = (whole * gate).unsqueeze(-1)
-        of_inner = (whole * ends * gate * (1 - gate)).unsqueeze(-1)
-        grad_key, grad_query = of_ends * att[0], of_ends * att[1]
-        grad_key, grad_query = grad_key + of_inner * query, grad_query + of_inner * key
-        grad_att = torch.stack([(of_ends * key).sum(0), (of_ends * query).sum(0)])
-        return grad_key, grad_query, grad_att, whole
-    total = key if query is None else key + query
-    total = total if term is None else total + term
-    if kind == 0:
-        found = through_leaky(grad_scores, total, slope)
-        return found, found, found, found
-    assert att is not None
-    grad_scores = grad_scores.unsqueeze(-1)
-    grad_att = (grad_scores * leaky(total, slope)).sum(0)
-    found = through_leaky(grad_scores * att, total, slope)
-    return found, found, grad_att, found
-
-
-def term_of(edge_attr: Tensor | None, edge_weight: Tensor | None, at: Tensor) -> Tensor | None:
-    """The term of edges' features in their scores, ``[B, H]`` or ``[B, H, C]``."""
-    if edge_attr is None or edge_weight is None:
-        return None
-    product = edge_attr.index_select(0, at) @ edge_weight.flatten(1)
-    return product.view([product.size(0)] + list(edge_weight.shape[1:]))  # noqa: RUF005
+def rows_of_att(att: Tensor | None, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of ``att``, ``[H, C]`` each; ``other`` where there is none."""
+    if att is None:
+        return other, other
+    return (att[0], att[1]) if att.dim() == 3 else (att, att)
 
 
 def block_of(
-    start: int, stop: int, source: Tensor, offsets: Tensor, targets: Tensor | None
+    start: int,
+    stop: int,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    edges: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges of a block: their places, the rows that they add to, the rows that they read."""
+    """Edges of a block: their numbers, the rows that they add to, the rows that they read."""
     places = torch.arange(start, stop, device=source.device)
     row = torch.searchsorted(offsets.long(), places, right=True) - 1
-    return places, row if targets is None else targets[row], source[start:stop].long()
+    numbers = places if edges is None else edges[places].long()
+    return numbers, row if targets is None else targets[row], source[start:stop].long()
 
 
 def attention(
@@ -367,11 +316,9 @@ def attention(
     count = offsets.numel() - 1
     i, j = targets_of(offsets, None, source.numel()), source.long()
     numbers = torch.arange(source.numel(), device=j.device) if edges is None else edges.long()
-    values = value.index_select(0, j)
-    keys = values if key is None else key.index_select(0, j)
-    queries = None if query is None else query.index_select(0, i)
-    term = term_of(edge_attr, edge_weight, numbers)
-    scores, values = edge_scores(kind, values, keys, queries, att, term, slope, scale)
+    x, queries, values = edge_rows(kind, value, key, query, edge_attr, edge_weight, numbers, i, j)
+    first, second = rows_of_att(att, x)
+    scores = edge_scores(kind, x, queries, first, second, slope, scale)
     index = i.unsqueeze(-1).expand_as(scores)
     top = torch.full([count, scores.size(1)], -torch.inf, dtype=value.dtype, device=value.device)
     top = top.scatter_reduce(0, index, scores.detach(), "amax")
@@ -412,13 +359,12 @@ def attention_(
     old = maximum.clone()
     for step in range(2):
         for start, stop in blocks_of(source.numel(), value.size(1) * value.size(2)):
-            at, i, j = block_of(start, stop, source, offsets, targets)
-            at = at if edges is None else edges[at].long()
-            values = value.index_select(0, j)
-            keys = values if key is None else key.index_select(0, j)
-            queries = None if query is None else query.index_select(0, i)
-            term = term_of(edge_attr, edge_weight, at)
-            scores, values = edge_scores(kind, values, keys, queries, att, term, slope, scale)
+            at, i, j = block_of(start, stop, source, offsets, targets, edges)
+            x, queries, values = edge_rows(
+                kind, value, key, query, edge_attr, edge_weight, at, i, j
+            )
+            first, second = rows_of_att(att, x)
+            scores = edge_scores(kind, x, queries, first, second, slope, scale)
             if step == 0:
                 # NaN reaches the sums by itself; -inf would give NaN where others are finite.
                 scores = scores.masked_fill(scores.isnan(), -torch.inf).nan_to_num(0.0, torch.inf)
@@ -473,15 +419,12 @@ def attention_backward_(
     """
     check_offsets("attention", source, offsets)
     for start, stop in blocks_of(source.numel(), value.size(1) * value.size(2)):
-        at, i, j = block_of(start, stop, source, offsets, targets)
+        at, i, j = block_of(start, stop, source, offsets, targets, edges)
         if transposed:
             i, j = j, i
-        at = at if edges is None else edges[at].long()
-        rows = value.index_select(0, j)
-        keys = rows if key is None else key.index_select(0, j)
-        queries = None if query is None else query.index_select(0, i)
-        term = term_of(edge_attr, edge_weight, at)
-        scores, values = edge_scores(kind, rows, keys, queries, att, term, slope, scale)
+        x, queries, values = edge_rows(kind, value, key, query, edge_attr, edge_weight, at, i, j)
+        first, second = rows_of_att(att, x)
+        scores = edge_scores(kind, x, queries, first, second, slope, scale)
         weights, gradient = (scores - maximum[i]).exp() / normaliser[i], grad_out[i]
         inner, kept = (gradient * values).sum(-1), weights
         if drop_key is not None:
@@ -489,20 +432,21 @@ def attention_backward_(
             inner, kept = inner * factors, weights * factors
         grad_scores = weights * (inner - delta[i])
         grad_values = kept.unsqueeze(-1) * gradient
-        of_key, of_query, of_att, of_term = edge_gradients(
-            kind, keys, queries, att, term, slope, scale, grad_scores, grad_values
+        of_x, of_query, of_att, of_att_2 = edge_gradients(
+            kind, x, queries, first, second, slope, scale, grad_scores
         )
         if grad_value is not None:
-            shared = grad_values + of_key if key is None else grad_values
-            grad_value.index_add_(0, j, shared)
+            grad_value.index_add_(0, j, grad_values + of_x if key is None else grad_values)
         if grad_key is not None:
-            grad_key.index_add_(0, j, of_key)
+            grad_key.index_add_(0, j, of_x)
         if grad_query is not None:
             grad_query.index_add_(0, i, of_query)
         if grad_att is not None:
-            grad_att.add_(of_att)
+            rows = [of_att.sum(0), of_att_2.sum(0)]
+            grad_att.add_(torch.stack(rows) if grad_att.dim() == 3 else rows[0])
         if edge_attr is not None and edge_weight is not None:
-            flat = of_term.flatten(1)
+            both = declared()[kind].term == "key and value"
+            flat = (of_x + grad_values if both else of_x).flatten(1)
             if grad_edge_attr is not None:
                 grad_edge_attr[at] = flat @ edge_weight.flatten(1).t()
             if grad_edge_weight is not None:

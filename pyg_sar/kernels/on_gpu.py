@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pyg_sar.kernels import KernelWarning, fallback
 from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.kernels.scores import declared, row_shape
 
 DEVICE = "cuda"
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -81,7 +82,7 @@ class AttentionShape:
     """The constants that the attention kernels are compiled with.
 
     Attributes:
-        kind: Its number in ``attention_ops.KINDS``.
+        kind: The score's number.
         heads: H.
         channels: C.
         features: Numbers of an edge, or ``None``.
@@ -230,18 +231,19 @@ def _attention_results(
     kernels: Any, small: _Small, name: str, shape: AttentionShape
 ) -> list[Tensor]:
     heads, channels = shape.heads, shape.channels
-    inner = (heads,) if shape.kind == 0 else (heads, channels)
+    score = declared()[shape.kind]
     sources, targets, edges = small.SOURCES, small.TARGETS, small.EDGES
     value = small.numbers(1, sources, heads, channels)
-    key = small.numbers(2, sources, *inner) if shape.own_key else None
-    query = small.numbers(3, targets, *inner) if shape.own_query else None
+    of_key, of_query = (row_shape(n, value) for n in (score.narrow_key, score.narrow_query))
+    key = small.numbers(2, sources, *of_key) if shape.own_key else None
+    query = small.numbers(3, targets, *of_query) if shape.own_query else None
     att = None
-    if shape.kind in (1, 3):
-        att = small.numbers(4, *(() if shape.kind == 1 else (2,)), heads, channels)
+    if score.att:
+        att = small.numbers(4, *((2,) if score.att == 2 else ()), heads, channels)
     attr = weight = drop = None
     if shape.features is not None:
         attr = small.numbers(5, edges, shape.features)
-        weight = small.numbers(6, shape.features, *inner)
+        weight = small.numbers(6, shape.features, *of_key)
     if shape.drop:
         words = () if shape.drop == 1 else ((heads + 31) // 32,)
         draw = torch.Generator().manual_seed(7)
@@ -266,10 +268,10 @@ def _attention_results(
             None if t is None else torch.zeros_like(t, dtype=acc.dtype)
             for t in (value, key, query, att, attr, weight)
         ]
-        for k in (2, 3, 4, 5) if transposed and shape.kind else ():
-            wanted[k] = None
-        for k in () if transposed else range(2) if shape.kind else range(6):
-            wanted[k] = None
+        by_source = range(6) if score.by_source else range(2)
+        for k in range(6):
+            if (k in by_source) != transposed:
+                wanted[k] = None
         by = small.grouped(source, target) if transposed else small.grouped(target, source)
         given = (*wanted, *known, *terms, *by, *dropped, transposed)
         if kernels is fallback:
@@ -280,7 +282,7 @@ def _attention_results(
             own = shape.kind, *rows, *terms[3:]
             given = (*wanted, *known, *own, *by, *dropped, transposed)
             kernels.attention_backward_(*given, there.int())
-        elif shape.kind:
+        elif not score.by_source:
             kernels.attention_backward_(*given, None)
         results += [t for t in wanted if t is not None]
     return results

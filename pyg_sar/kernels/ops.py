@@ -98,6 +98,13 @@ def use_kernel(native: bool | None, fits: bool) -> bool:
     return native
 
 
+def _operator(name: str, rows: Tensor, native: bool | None) -> Any:
+    """The operator for tensors like ``rows``: by Triton, in C++, or PyTorch's."""
+    if native is None and on_gpu.takes(rows):
+        return on_gpu.sums_operator(name, rows)
+    return getattr(torch.ops.pyg_sar if use_kernel(native, takes(rows)) else fallback, name)
+
+
 def check_not_recorded(name: str, *tensors: Tensor) -> None:
     """Raises ``ValueError`` where autograd would have to record an operator without a gradient."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -234,12 +241,7 @@ def gather_sum_(
     """
     if torch.is_grad_enabled():
         check_not_recorded("gather_sum_", out, rows)
-    run: Any = fallback.gather_sum_
-    if native is None and out.device.type == on_gpu.DEVICE and on_gpu.takes(out):
-        run = on_gpu.sums_operator("gather_sum_", out)
-    elif use_kernel(native, takes(out)):
-        run = torch.ops.pyg_sar.gather_sum_
-    run(out, rows, source, offsets, targets, weight, edges)
+    _operator("gather_sum_", out, native)(out, rows, source, offsets, targets, weight, edges)
     return out
 
 
@@ -275,11 +277,7 @@ def edge_dot(
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
     check_not_recorded("edge_dot", rows, gradient)
-    run: Any = fallback.edge_dot
-    if native is None and on_gpu.takes(rows):
-        run = on_gpu.sums_operator("edge_dot", rows)
-    elif use_kernel(native, takes(rows)):
-        run = torch.ops.pyg_sar.edge_dot
+    run = _operator("edge_dot", rows, native)
     found: Tensor = run(rows, gradient, source, offsets, targets, edges)
     return found
 
@@ -314,12 +312,8 @@ def extremum_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    if on_gpu.takes(best):
-        run = on_gpu.sums_operator("extremum_", best)
-        run(best, ties, rows, source, offsets, targets, largest)
-        return
-    use_kernel(True, True)
-    torch.ops.pyg_sar.extremum_(best, ties, rows, source, offsets, targets, largest)
+    run = _operator("extremum_", best, None if on_gpu.takes(best) else True)
+    run(best, ties, rows, source, offsets, targets, largest)
 
 
 def extremum_backward_(
@@ -352,10 +346,6 @@ def extremum_backward_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    run: Any = torch.ops.pyg_sar.extremum_backward_
-    if on_gpu.takes(total):
-        run = on_gpu.sums_operator("extremum_backward_", total)
-    else:
-        use_kernel(True, True)
+    run = _operator("extremum_backward_", total, None if on_gpu.takes(total) else True)
     found: Tensor = run(total, rows, gradient, best, source, offsets, targets)
     return found

@@ -5,14 +5,18 @@ a time, in tiles ``[BLOCK_E, heads, channels]``; heads and channels are filled u
 Numbers of half precision are widened when they are read; states and gradients are wide. Nothing per
 edge is kept. See [Note: attention by shards] in :mod:`pyg_sar.kernels.attention_ops`.
 
-``KIND`` counts ``attention_ops.KINDS``: 0 additive, 1 gatv2, 2 dot, 3 mixed. ``DROP``: 0 without
-dropout, 1 by a hash of edges' keys, 2 by bits. Tensors that an attention doesn't have are ``None``.
-Importing this module needs ``triton``.
+``KIND`` is the number of a score of :mod:`pyg_sar.kernels.scores`, whose formulas are compiled
+here; the constants after it are what is declared of it. ``DROP``: 0 without dropout, 1 by a hash of
+edges' keys, 2 by bits. Tensors that an attention doesn't have are ``None``. Importing this module
+needs ``triton``.
 """
+
+from types import FunctionType
 
 import triton
 import triton.language as tl
 
+from pyg_sar.kernels import scores
 from pyg_sar.kernels.triton_sums import edges_of, numbers_of
 
 
@@ -24,6 +28,31 @@ def leaky(x, SLOPE: tl.constexpr):
 @triton.jit
 def through_leaky(gradient, x, SLOPE: tl.constexpr):
     return tl.where(x > 0, gradient, gradient * SLOPE)
+
+
+@triton.jit
+def over_channels(x):
+    return tl.sum(x, 2)
+
+
+@triton.jit
+def per_channel(x):
+    return x[:, :, None]
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+def formula(function):
+    """A formula of :mod:`pyg_sar.kernels.scores`, of tiles: its names mean the functions above."""
+    words = (leaky, through_leaky, over_channels, per_channel, sigmoid)
+    names = {word.__name__: word for word in words} | {"tl": tl, "Tensor": tl.tensor}
+    return triton.jit(FunctionType(function.__code__, names | {"__name__": __name__}))
+
+
+edge_scores, edge_gradients = formula(scores.edge_scores), formula(scores.edge_gradients)
 
 
 @triton.jit
@@ -155,22 +184,70 @@ def term_3(
 
 
 @triton.jit
-def score(x, query, att, heads, channels, KIND: tl.constexpr, SLOPE: tl.constexpr,
-          SCALE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """Scores of edges, from their whole key ``x`` (additive and gatv2: with the query)."""
-    if KIND == 0:
-        found = leaky(x, SLOPE)
-    elif KIND == 1:
-        first = inner_rows(att, 0, heads, channels, H, C, WIDE)
-        found = tl.sum(first[None, :, :] * leaky(x, SLOPE), 2)
-    elif KIND == 2:
-        found = leaky(tl.sum(query * x, 2) * SCALE, SLOPE)
+def att_rows(att, heads, channels, ATT: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+             WIDE: tl.constexpr):  # fmt: skip
+    """Both rows of ``att``, ``[1, heads, channels]``; zeros where it has none."""
+    first = tl.zeros([1, 1, 1], WIDE)
+    second = tl.zeros([1, 1, 1], WIDE)
+    if ATT > 0:
+        first = inner_rows(att, 0, heads, channels, H, C, WIDE)[None, :, :]
+    if ATT > 1:
+        second = inner_rows(att, 1, heads, channels, H, C, WIDE)[None, :, :]
+    return first, second
+
+
+@triton.jit
+def rows_of(base, rows, heads, channels, by_row, by_head, by_channel, there,
+            NARROW: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    """Rows ``[R, heads]`` where they are narrow, else ``[R, heads, channels]``."""
+    if NARROW:
+        found = rows_2(base, rows, heads, by_row, by_head, there, H, WIDE)
     else:
-        first = inner_rows(att, 0, heads, channels, H, C, WIDE)
-        second = inner_rows(att, 1, heads, channels, H, C, WIDE)
-        ends = tl.sum(first[None, :, :] * x, 2) + tl.sum(second[None, :, :] * query, 2)
-        found = leaky(ends / (1.0 + tl.exp(-tl.sum(query * x, 2))), SLOPE)
+        found = rows_3(base, rows, heads, channels, by_row, by_head, by_channel, there,
+                       H, C, WIDE)  # fmt: skip
     return found
+
+
+@triton.jit
+def term_of(attr, weight, numbers, there, heads, channels, features, by_edge, by_feature,
+            NARROW: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+            BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Edges' features times their weight, as keys are."""
+    if NARROW:
+        found = term_2(attr, weight, numbers, there, heads, features, by_edge, by_feature,
+                       H, WIDE, BLOCK_E, BLOCK_H)  # fmt: skip
+    else:
+        found = term_3(attr, weight, numbers, there, heads, channels, features,
+                       by_edge, by_feature, H, C, WIDE, BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+    return found
+
+
+@triton.jit
+def edge_rows(
+    value, key, q, attr, weight, j, there_j, numbers, there, heads, channels, features,
+    value_row, value_head, value_channel, key_row, key_head, key_channel, attr_row, attr_column,
+    NARROW_KEY: tl.constexpr, JOINED: tl.constexpr, TERM_IN_VALUE: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """What edges' scores are made of (``x`` of :func:`scores.edge_scores`), and their values."""
+    v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, there_j,
+               H, C, WIDE)  # fmt: skip
+    x = v
+    if key is not None:
+        x = rows_of(key, j, heads, channels, key_row, key_head, key_channel, there_j,
+                    NARROW_KEY, H, C, WIDE)  # fmt: skip
+    if JOINED:
+        x = x + q
+    if attr is not None:
+        term = term_of(attr, weight, numbers, there, heads, channels, features,
+                       attr_row, attr_column, NARROW_KEY, H, C, WIDE,
+                       BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+        x = x + term
+        if TERM_IN_VALUE:
+            v = v + term
+    return x, v
 
 
 @triton.jit(do_not_specialize=["low", "high", "features"])
@@ -180,7 +257,9 @@ def forward(
     acc_row, maximum_row, normaliser_row,
     value_row, value_head, value_channel, key_row, key_head, key_channel,
     query_row, query_head, query_channel, attr_row, attr_column,
-    KIND: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr,
+    KIND: tl.constexpr, NARROW_KEY: tl.constexpr, NARROW_QUERY: tl.constexpr,
+    JOINED: tl.constexpr, ATT: tl.constexpr, TERM_IN_VALUE: tl.constexpr,
+    SLOPE: tl.constexpr, SCALE: tl.constexpr,
     DROP: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr, WORDS: tl.constexpr,
     LOWEST: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -197,39 +276,21 @@ def forward(
     total = tl.load(at_acc, mask=inside, other=0)
     q = tl.zeros([1, BLOCK_H], WIDE)
     if query is not None:
-        if KIND == 0:
-            q = rows_2(query, one, heads, query_row, query_head, yes, H, WIDE)
-        else:
-            q = rows_3(query, one, heads, channels, query_row, query_head, query_channel, yes,
-                       H, C, WIDE)  # fmt: skip
+        q = rows_of(query, one, heads, channels, query_row, query_head, query_channel, yes,
+                    NARROW_QUERY, H, C, WIDE)  # fmt: skip
+    att_of_key, att_of_query = att_rows(att, heads, channels, ATT, H, C, WIDE)
     for start in range(first, last, BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
         there = e < last
         both = there[:, None] & of_head[None, :]
         j = tl.load(source + e, mask=there, other=0).to(tl.int64)
         numbers = numbers_of(e, there, edges)
-        v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, there,
-                   H, C, WIDE)  # fmt: skip
-        if KIND == 0:
-            x = rows_2(key, j, heads, key_row, key_head, there, H, WIDE) + q
-            if attr is not None:
-                x += term_2(attr, weight, numbers, there, heads, features, attr_row, attr_column,
-                            H, WIDE, BLOCK_E, BLOCK_H)  # fmt: skip
-        else:
-            x = v
-            if key is not None:
-                x = rows_3(key, j, heads, channels, key_row, key_head, key_channel, there,
-                           H, C, WIDE)  # fmt: skip
-            if KIND == 1:
-                x += q
-            if attr is not None:
-                term = term_3(attr, weight, numbers, there, heads, channels, features,
-                              attr_row, attr_column, H, C, WIDE,
-                              BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
-                x += term
-                if KIND == 2:
-                    v += term
-        s = score(x, q, att, heads, channels, KIND, SLOPE, SCALE, H, C, WIDE)
+        x, v = edge_rows(value, key, q, attr, weight, j, there, numbers, there, heads, channels,
+                         features, value_row, value_head, value_channel,
+                         key_row, key_head, key_channel, attr_row, attr_column,
+                         NARROW_KEY, JOINED, TERM_IN_VALUE, H, C, WIDE,
+                         BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+        s = edge_scores(KIND, x, q, att_of_key, att_of_query, SLOPE, SCALE)
         # NaN reaches the sums by itself; -inf would give NaN where others are finite.
         seen = tl.where(both, tl.where(s > LOWEST, s, LOWEST), float("-inf")).to(WIDE)
         new = tl.maximum(top, tl.max(seen, 0))
@@ -255,6 +316,17 @@ def add_rows(base, row, by_row, found, heads, channels, H: tl.constexpr, C: tl.c
 
 
 @triton.jit
+def add_sums(base, row, by_row, found, heads, channels,
+             NARROW: tl.constexpr, H: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """The same of a row that may be narrow."""
+    if NARROW:
+        at = base + row * by_row + heads
+        tl.store(at, tl.load(at, mask=heads < H, other=0) + found, mask=heads < H)
+    else:
+        add_rows(base, row, by_row, found, heads, channels, H, C)
+
+
+@triton.jit
 def share_rows(base, slot, found, heads, channels, H: tl.constexpr, C: tl.constexpr):
     """Adds ``[heads, channels]`` to a row of a buffer that several programs write."""
     at = base + (slot * H + heads)[:, None] * C + channels[None, :]
@@ -272,7 +344,9 @@ def backward(
     value_row, value_head, value_channel, key_row, key_head, key_channel,
     query_row, query_head, query_channel, attr_row, attr_column,
     BY_SOURCE: tl.constexpr, SLOTS: tl.constexpr,
-    KIND: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr,
+    KIND: tl.constexpr, NARROW_KEY: tl.constexpr, NARROW_QUERY: tl.constexpr,
+    JOINED: tl.constexpr, ATT: tl.constexpr, TERM_IN_VALUE: tl.constexpr,
+    SLOPE: tl.constexpr, SCALE: tl.constexpr,
     DROP: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr, WORDS: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -287,9 +361,9 @@ def backward(
         read = tl.load(places + row).to(tl.int64)
     one, yes = read + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
     of_value = tl.zeros([BLOCK_H, BLOCK_C], WIDE)  # of the row, over all of its edges
-    of_key = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
-    of_scalar = tl.zeros([BLOCK_H], WIDE)
-    of_query = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    of_key = tl.zeros([BLOCK_H], WIDE) if NARROW_KEY else tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    of_query = tl.zeros([BLOCK_H], WIDE) if NARROW_QUERY else tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    att_of_key, att_of_query = att_rows(att, heads, channels, ATT, H, C, WIDE)
     of_att = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
     of_att_2 = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
     for start in range(first, last, BLOCK_E):
@@ -303,35 +377,17 @@ def backward(
             j, i, at_j, at_i = one, other, yes, there
         else:
             j, i, at_j, at_i = other, one, there, yes
-        v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, at_j,
-                   H, C, WIDE)  # fmt: skip
         g = rows_3(grad_out, i, heads, channels, grad_out_row, C, 1, at_i, H, C, WIDE)
         q = tl.zeros([1, BLOCK_H], WIDE)
-        if KIND == 0:
-            x = rows_2(key, j, heads, key_row, key_head, at_j, H, WIDE)
-            if query is not None:
-                x += rows_2(query, i, heads, query_row, query_head, at_i, H, WIDE)
-            if attr is not None:
-                x += term_2(attr, weight, numbers, there, heads, features, attr_row, attr_column,
-                            H, WIDE, BLOCK_E, BLOCK_H)  # fmt: skip
-            x += tl.zeros([BLOCK_E, BLOCK_H], WIDE)
-        else:
-            q = rows_3(query, i, heads, channels, query_row, query_head, query_channel, at_i,
-                       H, C, WIDE)  # fmt: skip
-            x = v
-            if key is not None:
-                x = rows_3(key, j, heads, channels, key_row, key_head, key_channel, at_j,
-                           H, C, WIDE)  # fmt: skip
-            if KIND == 1:
-                x = x + q
-            if attr is not None:
-                term = term_3(attr, weight, numbers, there, heads, channels, features,
-                              attr_row, attr_column, H, C, WIDE,
-                              BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
-                x = x + term
-                if KIND == 2:
-                    v = v + term
-        s = score(x, q, att, heads, channels, KIND, SLOPE, SCALE, H, C, WIDE)
+        if query is not None:
+            q = rows_of(query, i, heads, channels, query_row, query_head, query_channel, at_i,
+                        NARROW_QUERY, H, C, WIDE)  # fmt: skip
+        x, v = edge_rows(value, key, q, attr, weight, j, at_j, numbers, there, heads, channels,
+                         features, value_row, value_head, value_channel,
+                         key_row, key_head, key_channel, attr_row, attr_column,
+                         NARROW_KEY, JOINED, TERM_IN_VALUE, H, C, WIDE,
+                         BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+        s = edge_scores(KIND, x, q, att_of_key, att_of_query, SLOPE, SCALE)
         top = rows_2(maximum, i, heads, maximum_row, 1, at_i, H, WIDE)
         norm = rows_2(normaliser, i, heads, normaliser_row, 1, at_i, H, WIDE)
         sums = rows_2(delta, i, heads, delta_row, 1, at_i, H, WIDE)
@@ -346,61 +402,42 @@ def backward(
         gs = tl.where(both, p * (inner - sums), 0.0).to(WIDE)
         grad_v = tl.where(there[:, None, None], kept[:, :, None] * g, 0.0).to(WIDE)
         of_value += tl.sum(grad_v, 0)
-        if KIND == 0:
-            found = through_leaky(gs, x, SLOPE)
-            of_scalar += tl.sum(found, 0)
-            if grad_query is not None:
+        found_key, found_query, found_att, found_att_2 = edge_gradients(
+            KIND, x, q, att_of_key, att_of_query, SLOPE, SCALE, gs
+        )
+        of_key += tl.sum(found_key, 0)
+        if grad_query is not None:
+            if BY_SOURCE:  # Narrow, and of another row for each edge.
                 at_query = grad_query + i[:, None] * grad_query_row + heads[None, :]
-                tl.atomic_add(at_query, found, mask=both, sem="relaxed")
-            if attr is not None:
-                for d in range(features):
-                    weights = tl.load(weight + d * H + heads, mask=of_head, other=0).to(WIDE)
-                    if grad_attr is not None:
-                        at = grad_attr + numbers * grad_attr_row + d
-                        tl.store(at, tl.sum(found * weights[None, :], 1), mask=there)
-                    if grad_weight is not None:
-                        at = attr + numbers * attr_row + d * attr_column
-                        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
-                        at = grad_weight + (slot * features + d) * H + heads
-                        shared = tl.sum(found * numbers_d[:, None], 0)
-                        tl.atomic_add(at, shared, mask=of_head, sem="relaxed")
-        else:
-            if KIND == 1:
-                first_att = inner_rows(att, 0, heads, channels, H, C, WIDE)
-                of_att += tl.sum(gs[:, :, None] * leaky(x, SLOPE), 0)
-                found = through_leaky(gs[:, :, None] * first_att[None, :, :], x, SLOPE)
-                found_key, found_query, found_term = found, found, found
-            elif KIND == 2:
-                slopes = through_leaky(gs, tl.sum(q * x, 2) * SCALE, SLOPE) * SCALE
-                found_key = slopes[:, :, None] * q
-                found_query = slopes[:, :, None] * x
-                found_term = found_key + grad_v
+                tl.atomic_add(at_query, found_query, mask=both, sem="relaxed")
             else:
-                first_att = inner_rows(att, 0, heads, channels, H, C, WIDE)
-                second_att = inner_rows(att, 1, heads, channels, H, C, WIDE)
-                ends = tl.sum(first_att[None, :, :] * x, 2)
-                ends += tl.sum(second_att[None, :, :] * q, 2)
-                gate = 1.0 / (1.0 + tl.exp(-tl.sum(q * x, 2)))
-                whole = through_leaky(gs, ends * gate, SLOPE)
-                of_ends = (whole * gate)[:, :, None]
-                of_inner = (whole * ends * gate * (1.0 - gate))[:, :, None]
-                found_key = of_ends * first_att[None, :, :] + of_inner * q
-                found_query = of_ends * second_att[None, :, :] + of_inner * x
-                found_term = found_key
-                of_att += tl.sum(of_ends * x, 0)
-                of_att_2 += tl.sum(of_ends * q, 0)
-            of_key += tl.sum(found_key, 0)
-            of_query += tl.sum(found_query, 0)
-            if attr is not None:
-                for d in range(features):
-                    if grad_attr is not None:
+                of_query += tl.sum(found_query, 0)
+        if grad_att is not None:
+            of_att += tl.sum(found_att, 0)
+            if ATT > 1:
+                of_att_2 += tl.sum(found_att_2, 0)
+        if attr is not None:
+            found_term = found_key
+            if TERM_IN_VALUE:
+                found_term += grad_v
+            for d in range(features):
+                if grad_attr is not None:
+                    at = grad_attr + numbers * grad_attr_row + d
+                    if NARROW_KEY:
+                        weights = tl.load(weight + d * H + heads, mask=of_head, other=0).to(WIDE)
+                        of_edge = tl.sum(found_term * weights[None, :], 1)
+                    else:
                         weights = inner_rows(weight, d, heads, channels, H, C, WIDE)
-                        at = grad_attr + numbers * grad_attr_row + d
                         of_edge = tl.sum(tl.sum(found_term * weights[None, :, :], 2), 1)
-                        tl.store(at, of_edge, mask=there)
-                    if grad_weight is not None:
-                        at = attr + numbers * attr_row + d * attr_column
-                        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+                    tl.store(at, of_edge, mask=there)
+                if grad_weight is not None:
+                    at = attr + numbers * attr_row + d * attr_column
+                    numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+                    if NARROW_KEY:
+                        at = grad_weight + (slot * features + d) * H + heads
+                        shared = tl.sum(found_term * numbers_d[:, None], 0)
+                        tl.atomic_add(at, shared, mask=of_head, sem="relaxed")
+                    else:
                         shared = tl.sum(found_term * numbers_d[:, None, None], 0)
                         share_rows(grad_weight, slot * features + d, shared, heads, channels, H, C)
     if BY_SOURCE:
@@ -409,18 +446,12 @@ def backward(
                 of_value += of_key
             add_rows(grad_value, row, grad_value_row, of_value, heads, channels, H, C)
         if grad_key is not None:
-            if KIND == 0:
-                at = grad_key + row * grad_key_row + heads
-                scalars = tl.load(at, mask=of_head, other=0) + of_scalar
-                tl.store(at, scalars, mask=of_head)
-            else:
-                add_rows(grad_key, row, grad_key_row, of_key, heads, channels, H, C)
+            add_sums(grad_key, row, grad_key_row, of_key, heads, channels, NARROW_KEY, H, C)
     else:
         if grad_query is not None:
-            add_rows(grad_query, row, grad_query_row, of_query, heads, channels, H, C)
+            add_sums(grad_query, row, grad_query_row, of_query, heads, channels,
+                     NARROW_QUERY, H, C)  # fmt: skip
         if grad_att is not None:
-            if KIND == 3:
-                share_rows(grad_att, slot * 2, of_att, heads, channels, H, C)
-                share_rows(grad_att, slot * 2 + 1, of_att_2, heads, channels, H, C)
-            else:
-                share_rows(grad_att, slot, of_att, heads, channels, H, C)
+            share_rows(grad_att, slot * ATT, of_att, heads, channels, H, C)
+            if ATT > 1:
+                share_rows(grad_att, slot * ATT + 1, of_att_2, heads, channels, H, C)

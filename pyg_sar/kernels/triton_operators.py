@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_sar.kernels import triton_attention, triton_sums
-from pyg_sar.kernels.attention_terms import check_sum_shapes, wide_dtype
+from pyg_sar.kernels.attention_terms import Arguments, check_sums, wide_dtype
 from pyg_sar.kernels.fallback import threshold
+from pyg_sar.kernels.scores import declared
 from pyg_sar.wording import counted
 
 TILE = 2048  # Numbers of a tile, of which a program has a few at a time.
@@ -35,7 +36,7 @@ def gather_sum_(
     edges: Tensor | None,
 ) -> None:
     """See :func:`pyg_sar.kernels.ops.gather_sum_`."""
-    check_sum_shapes("gather_sum", out, rows, source, offsets, targets, weight)
+    check_sums("gather_sum", out, rows, source, offsets, targets, weight, numbers=False)
     if source.numel() == 0 or out.size(1) == 0:
         return
     _check_rows("gather_sum", out=out)
@@ -61,7 +62,7 @@ def edge_dot(
     edges: Tensor | None,
 ) -> Tensor:
     """See :func:`pyg_sar.kernels.ops.edge_dot`."""
-    check_sum_shapes("edge_dot", gradient, rows, source, offsets, targets, None)
+    check_sums("edge_dot", gradient, rows, source, offsets, targets, None, numbers=False)
     out = torch.zeros(source.numel(), dtype=wide_dtype(rows.dtype), device=rows.device)
     if source.numel() == 0 or rows.size(1) == 0:
         return out
@@ -92,7 +93,7 @@ def extremum_(
 ) -> None:
     """See :func:`pyg_sar.kernels.ops.extremum_`."""
     for name, tensor in (("extremum", best), ("extremum's ties", ties)):
-        check_sum_shapes(name, tensor, rows, source, offsets, targets, None)
+        check_sums(name, tensor, rows, source, offsets, targets, None, numbers=False)
     if source.numel() == 0 or best.size(1) == 0:
         return
     _check_rows("extremum", best=best, ties=ties)
@@ -123,7 +124,9 @@ def extremum_backward_(
 ) -> Tensor:
     """See :func:`pyg_sar.kernels.ops.extremum_backward_`."""
     for name, tensor in (("gradient", gradient), ("best", best)):
-        check_sum_shapes(f"extremum's {name}", total, tensor, source, offsets, targets, None)
+        check_sums(
+            f"extremum's {name}", total, tensor, source, offsets, targets, None, numbers=False
+        )
     if source.numel() == 0 or total.size(1) == 0:
         return torch.zeros((), dtype=torch.long, device=total.device)
     _check_rows("extremum", total=total)
@@ -157,112 +160,70 @@ def fits(heads: int, channels: int) -> bool:
     return heads > 0 and channels > 0 and bool(tile <= LARGEST_TILE)
 
 
-def attention_(
-    acc: Tensor,
-    maximum: Tensor,
-    normaliser: Tensor,
-    kind: int,
-    value: Tensor,
-    key: Tensor | None,
-    query: Tensor | None,
-    att: Tensor | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    slope: float,
-    scale: float,
-    source: Tensor,
-    offsets: Tensor,
-    targets: Tensor | None,
-    edges: Tensor | None,
-    drop_key: Tensor | None,
-    low: int,
-    high: int,
-    p: float,
-) -> None:
-    """See :func:`pyg_sar.kernels.attention_ops.attention_`; halves are not widened before."""
-    if source.numel() == 0:
+def attention_(acc: Tensor, maximum: Tensor, normaliser: Tensor, *given: Any) -> None:
+    """See :func:`pyg_sar.kernels.attention_ops.attention_`; halves are not widened before.
+
+    Args:
+        acc, maximum, normaliser: The state.
+        given: :class:`~pyg_sar.kernels.attention_terms.Arguments`.
+    """
+    a = Arguments(*given)
+    if a.source.numel() == 0:
         return
     _check_rows("attention", acc=acc, maximum=maximum, normaliser=normaliser)
-    numbered = _numbered(edge_attr, drop_key)
-    edges = edges if numbered else None
-    _check_edges(source, offsets, targets, edges, value.size(0), acc.size(0), numbered)
-    tensors = value, key, query, _dense(att), edge_attr, _dense(edge_weight)
+    numbered = _numbered(a.edge_attr, a.drop_key)
+    edges = a.edges if numbered else None
+    _check_edges(a.source, a.offsets, a.targets, edges, a.value.size(0), acc.size(0), numbered)
     with _on(acc):
-        triton_attention.forward[(offsets.numel() - 1,)](
-            *(acc, maximum, normaliser, *tensors),
-            *_flat(source, offsets, targets, edges, drop_key),
-            *(low, high, 0 if edge_attr is None else edge_attr.size(1)),
+        triton_attention.forward[(a.offsets.numel() - 1,)](
+            *(acc, maximum, normaliser, *_read(a)),
+            *_flat(a.source, a.offsets, a.targets, edges, a.drop_key),
+            *(a.low, a.high, 0 if a.edge_attr is None else a.edge_attr.size(1)),
             *(acc.stride(0), maximum.stride(0), normaliser.stride(0)),
-            *_strides(value, key, query, edge_attr),
-            **_settings(kind, value, acc.dtype, slope, scale, drop_key, p),
+            *_strides(a.value, a.key, a.query, a.edge_attr),
+            **_settings(a, acc.dtype),
             LOWEST=torch.finfo(acc.dtype).min,
         )
 
 
-def attention_backward_(
-    grad_value: Tensor | None,
-    grad_key: Tensor | None,
-    grad_query: Tensor | None,
-    grad_att: Tensor | None,
-    grad_edge_attr: Tensor | None,
-    grad_edge_weight: Tensor | None,
-    grad_out: Tensor,
-    maximum: Tensor,
-    normaliser: Tensor,
-    delta: Tensor,
-    kind: int,
-    value: Tensor,
-    key: Tensor | None,
-    query: Tensor | None,
-    att: Tensor | None,
-    edge_attr: Tensor | None,
-    edge_weight: Tensor | None,
-    slope: float,
-    scale: float,
-    source: Tensor,
-    offsets: Tensor,
-    targets: Tensor | None,
-    edges: Tensor | None,
-    drop_key: Tensor | None,
-    low: int,
-    high: int,
-    p: float,
-    transposed: bool,
-    places: Tensor | None,
-) -> None:
+def attention_backward_(*given: Any) -> None:
     """Adds the gradients that are wanted of a shard's edges, grouped by source row or by target.
 
-    Additive scores' gradients of the query are added by atomic operations of the GPU, in no fixed
-    order; those of ``att`` and ``edge_weight`` too, in ``SLOTS`` sums that are then added up.
+    Where all gradients come by source, the query's are added by atomic operations of the GPU, in no
+    fixed order; those of ``att`` and ``edge_weight`` always, in ``SLOTS`` sums that are then added
+    up.
 
     Args:
-        places: Where in ``value`` and ``key`` the source rows lie; only by source row.
+        given: Those of :func:`pyg_sar.kernels.fallback.attention_backward_`, and ``places``: where
+            in ``value`` and ``key`` the source rows lie; only by source row.
     """
-    if source.numel() == 0:
+    gradients, known, a = given[:6], given[6:10], Arguments(*given[10:-2])
+    transposed, places = given[-2:]
+    if a.source.numel() == 0:
         return
-    rows = (grad_value, grad_key, grad_query, grad_edge_attr)
-    known = (grad_out, maximum, normaliser, delta)
+    grad_value, grad_key, grad_query, grad_att, grad_edge_attr, grad_edge_weight = gradients
+    rows = (grad_value, grad_key, grad_query, grad_edge_attr, *known)
     names = ("value", "key", "query", "edge_attr", "grad_out", "maximum", "normaliser", "delta")
-    given = zip(names, (*rows, *known), strict=True)
-    _check_rows("attention", **{name: t for name, t in given if t is not None})
-    sources = value.size(0) if places is None else places.numel()
-    reached = (grad_out.size(0), sources) if transposed else (sources, grad_out.size(0))
-    numbered = _numbered(edge_attr, drop_key)
-    edges = edges if numbered else None
-    _check_edges(source, offsets, targets, edges, *reached, numbered)
+    named = zip(names, rows, strict=True)
+    _check_rows("attention", **{name: t for name, t in named if t is not None})
+    targets = known[0].size(0)
+    sources = a.value.size(0) if places is None else places.numel()
+    reached = (targets, sources) if transposed else (sources, targets)
+    numbered = _numbered(a.edge_attr, a.drop_key)
+    edges = a.edges if numbered else None
+    _check_edges(a.source, a.offsets, a.targets, edges, *reached, numbered)
     if places is not None:
-        _check_index(places, value.size(0), "'places' names a row")
+        _check_index(places, a.value.size(0), "'places' names a row")
     shared_att, shared_weight = _copies(grad_att), _copies(grad_edge_weight)
-    tensors = value, key, query, _dense(att), edge_attr, _dense(edge_weight)
-    with _on(grad_out):
-        triton_attention.backward[(offsets.numel() - 1,)](
+    with _on(a.value):
+        triton_attention.backward[(a.offsets.numel() - 1,)](
             *(grad_value, grad_key, grad_query, shared_att, grad_edge_attr, shared_weight),
-            *(*known, *tensors),
-            *_flat(source, offsets, targets, edges, drop_key, places),
-            *(low, high, 0 if edge_attr is None else edge_attr.size(1)),
-            *(0 if tensor is None else tensor.stride(0) for tensor in (*rows, *known)),
-            *_strides(value, key, query, edge_attr),
-            **_settings(kind, value, grad_out.dtype, slope, scale, drop_key, p),
+            *(*known, *_read(a)),
+            *_flat(a.source, a.offsets, a.targets, edges, a.drop_key, places),
+            *(a.low, a.high, 0 if a.edge_attr is None else a.edge_attr.size(1)),
+            *(0 if tensor is None else tensor.stride(0) for tensor in rows),
+            *_strides(a.value, a.key, a.query, a.edge_attr),
+            **_settings(a, known[0].dtype),
             BY_SOURCE=transposed,
             SLOTS=SLOTS,
         )
@@ -271,30 +232,34 @@ def attention_backward_(
             total += copies.sum(0)
 
 
+def _read(a: Arguments) -> list[Tensor | None]:
+    """Returns the tensors that are read; parameters in one piece."""
+    att, weight = (None if t is None else t.contiguous() for t in (a.att, a.edge_weight))
+    return [a.value, a.key, a.query, att, a.edge_attr, weight]
+
+
 def _copies(total: Tensor | None) -> Tensor | None:
     return None if total is None else total.new_zeros(SLOTS, *total.shape)
 
 
-def _settings(
-    kind: int,
-    value: Tensor,
-    wide: torch.dtype,
-    slope: float,
-    scale: float,
-    drop_key: Tensor | None,
-    p: float,
-) -> dict[str, Any]:
+def _settings(a: Arguments, wide: torch.dtype) -> dict[str, Any]:
     """Returns the constants that kernels of attention are compiled with."""
-    heads, channels = value.size(1), value.size(2)
+    heads, channels, drop_key = a.value.size(1), a.value.size(2), a.drop_key
     block_h, block_c = triton.next_power_of_2(heads), triton.next_power_of_2(channels)
     bits = drop_key is not None and drop_key.dim() == 2
+    score = declared()[a.kind]
     return {
-        "KIND": kind,
-        "SLOPE": float(slope),
-        "SCALE": float(scale),
+        "KIND": a.kind,
+        "NARROW_KEY": score.narrow_key,
+        "NARROW_QUERY": score.narrow_query,
+        "JOINED": score.joined,
+        "ATT": score.att,
+        "TERM_IN_VALUE": score.term == "key and value",
+        "SLOPE": float(a.slope),
+        "SCALE": float(a.scale),
         "DROP": 0 if drop_key is None else 2 if bits else 1,
-        "THRESHOLD": threshold(p),
-        "FACTOR": 1.0 / (1.0 - p) if p < 1 else 0.0,
+        "THRESHOLD": threshold(a.p),
+        "FACTOR": 1.0 / (1.0 - a.p) if a.p < 1 else 0.0,
         "WORDS": drop_key.size(1) if drop_key is not None and bits else 1,
         "H": heads,
         "C": channels,
@@ -339,10 +304,6 @@ def _on(tensor: Tensor) -> AbstractContextManager[Any]:
 def _flat(*tensors: Tensor | None) -> list[Tensor | None]:
     """Numbers of edges and targets, one after the other."""
     return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
 
 
 def _check_rows(name: str, **tensors: Tensor) -> None:

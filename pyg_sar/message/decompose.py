@@ -29,7 +29,9 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.utils import softmax
 
+from pyg_sar.message.layer_facts import hooked
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
+from pyg_sar.message.row_modules import foreign_module
 
 Premap = Callable[[Tensor, Tensor, int], Tensor]
 """``(messages [E, *], index [E], number of targets)`` to mapped messages ``[E, *]``."""
@@ -279,17 +281,19 @@ _TOLERANCE = {8: 1e-9, 4: 1e-4}
 
 
 def is_known(layer: MessagePassing) -> bool:
-    """Says if a layer aggregates as PyG does."""
+    """Says if a layer aggregates as PyG does, by modules that treat each row for itself."""
     own = "aggregate" in layer.__dict__
     if own or not str(type(layer).aggregate.__module__).startswith("torch_geometric"):
         return False
-    modules = layer.aggr_module.modules() if layer.aggr_module is not None else ()
-    used = [m for m in modules if isinstance(m, aggr.Aggregation)]
-    return all(type(m).__module__.startswith("torch_geometric") for m in used)
+    used = layer.aggr_module
+    if used is None:
+        return True
+    known = type(used).__module__.startswith("torch_geometric")
+    return known and foreign_module(used) is None
 
 
 class AggregateCheck:
-    """Tries a layer's aggregation. Communicates nothing.
+    """Tries a layer's aggregation, with hooks around it. Communicates nothing.
 
     Args:
         layer: The layer.
@@ -371,7 +375,7 @@ class AggregateCheck:
                 for module in layer.modules():
                     module.training = False
                 data = layer.inspector.collect_param_data("aggregate", {**given, **own})
-                out = layer.aggregate(messages, **data)
+                out = hooked(layer, "aggregate", data, messages)
             changes = [*state.changes()]
         finally:
             state.restore()

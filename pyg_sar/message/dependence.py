@@ -1,6 +1,6 @@
 """Finds what the backward pass of a message needs by looking at it; nobody declares it.
 
-The message runs once on a sample tile. Three things are read off:
+A run of the message on a few edges is watched. Three things are read off:
 
 1. *Case.* Every operator's result that derives from source rows is followed by its storage (below
    autograd, so that masks, ``argmax`` positions and other values without a ``grad_fn`` are seen).
@@ -10,46 +10,36 @@ The message runs once on a sample tile. Three things are read off:
 2. *Reductions over targets* inside the message, and whether the message is linear in what they
    normalise (see [Note: softmax over targets]).
 3. *Whether the message is the source rows themselves*, so that nothing need be recorded at all,
-   or their product with a number per edge (see [Note: products]).
+   or their product with a number per edge (see [Note: products] of ``recording.py``).
+
+The run is one of two by which :mod:`pyg_sar.message.row_wise` tells if a message treats each edge
+alone. Its operators are recorded; a softmax is tried by running these again, without the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
-from pyg_sar.message.message_checks import Products, check_edges_apart, check_linear
-from pyg_sar.message.program import TileProgram
-from pyg_sar.message.target_index import NeedsAllEdges, NodeReads, Reductions
+from pyg_sar.message.program import Mapped, TileProgram
+from pyg_sar.message.recording import Products, Recording
+from pyg_sar.message.target_index import NeedsAllEdges, Reductions, spread
 from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
-from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.distributed_index import storage_of
 from pyg_sar.space.shard import Tile
 
-_SAMPLE_EDGES = 256
 _MANY = 2**40
 _OPERANDS = 2**16  # more than a message has
-_READS_MEMORY = frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "__array__",
-        "__dlpack__",
-        "data_ptr",
-        "numpy",
-        "storage",
-        "tolist",
-        "untyped_storage",
-    )
-)
 _REMEDY = "(make it an attribute of the layer, or pass it to propagate)"
+Rows = Mapping[int, Tensor]
+Changes = Mapping[int, Callable[[Tensor], Any]]
 _PATTERNS: tuple[tuple[str, ...], ...] = ((), ("max", "sum"), ("sum",))
 
 
@@ -137,214 +127,232 @@ def token_for(rows: Tensor) -> Tensor:
     return rows.new_zeros(()).expand(rows.shape).requires_grad_()
 
 
-class _Taint(TorchDispatchMode):
-    """Follows what derives from given tensors, by storage."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._alive = list(tensors)  # storages must not be freed, or their numbers come again
-        self._storages = {_storage(t) for t in tensors}
-        self.escaped = False
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keeps a tensor, and so its storage's number, until :meth:`forget`."""
-        self._alive.append(tensor)
-
-    def forget(self) -> None:
-        """Lets go of all tensors: a graph that saved them may hold this object."""
-        self._alive.clear()
-
-    def holds(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self._storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs))):
-            for result in tree_leaves(out):
-                if isinstance(result, Tensor):
-                    self._alive.append(result)
-                    self._storages.add(_storage(result))
-                elif result is not None:
-                    self.escaped = True
-        return out
-
-
-class _Escapes(TorchFunctionMode):
-    """Notes values that leave through their memory, below the dispatcher."""
-
-    def __init__(self, taint: _Taint) -> None:
-        super().__init__()
-        self._taint = taint
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS_MEMORY and isinstance(args[0], Tensor):
-            self._taint.escaped |= self._taint.holds(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def sample(edge_index: DistEdgeIndex, most: int = _SAMPLE_EDGES) -> Tile:
-    """Returns at most so many of the worker's edges; sources are taken from its own rows.
-
-    Without own rows (of the sources' type) the analysis has one that stands in for them.
-    """
-    nodes = edge_index.plan.num_local
-    count = min(most, edge_index.size(1))
-    source, target = (row[:count] for row in edge_index.ends())
-    order = target.argsort(stable=True)
-    targets, index = torch.unique_consecutive(target[order], return_inverse=True)
-    return Tile(0, slice(0, count), targets, index, source[order] % max(nodes, 1), order)
-
-
-def analyse(
-    program: TileProgram, tile: Tile, values_needed: bool = False, linear: bool = True
-) -> Dependence:
-    """Runs the message on a sample tile and tells what it needs.
-
-    Args:
-        program: The message and its operands.
-        tile: Some edges, with sources among the worker's own rows (:func:`sample`).
-        values_needed: The aggregation's own backward pass reads message values.
-        linear: The aggregation is linear in the messages.
-
-    Raises:
-        NeedsAllEdges: When the message can't be computed tile by tile.
-    """
-    layer = program.layer
-    tensors = [operand.tensor.detach() for operand in program.operands]
-    sources = [_with_rows(tensors[k]) for k in program.numbers("source")]
-
-    def rows(piece: Tile) -> list[Tensor | None]:
-        """Returns fresh rows for each run: a message may write into them."""
-        with torch.no_grad():
-            return program.gather(piece, tensors, sources)
-
-    ambient = AmbientState(tile.index.device, layer)
-    with (
-        preserved_attributes(layer, buffers=True) as program.sets,
-        ambient.restored(),
-        torch.enable_grad(),
-        _watched_norms(layer),
-    ):
-        found = _observe(program, tile, rows(tile), values_needed)
-    if found.pattern not in _PATTERNS:
-        raise NeedsAllEdges(f"the message makes the reductions {found.pattern} over its targets")
-    if found.pattern and not linear:
-        raise NeedsAllEdges("its aggregation is not linear in the weights that it normalises")
-    with preserved_attributes(layer, buffers=True), torch.no_grad():
-        check_edges_apart(program, tile, rows, ambient)
-        if found.pattern:
-            check_linear(program, tile, rows, ambient, found.pattern)
-    return found
-
-
-def _with_rows(tensor: Tensor) -> Tensor:
-    """Returns a source tensor, or one row where the worker owns none: its sources are remote."""
-    return tensor if tensor.size(0) else tensor.new_ones(1, *tensor.shape[1:])
-
-
 @contextmanager
-def _watched_norms(layer: torch.nn.Module) -> Iterator[None]:
-    """Raises when a message takes statistics over edges, which are all edges of all workers.
+def without_statistics(layer: torch.nn.Module, log: Reductions) -> Iterator[None]:
+    """Norms over edges pass their input through, and are told to ``log``.
 
-    The layer then runs in one shot, which is exact: each edge belongs to one worker, whose norm
-    sees all of that worker's edges at once and merges with the others'. That costs what mode 3
-    does: the whole halo and every message are resident, and kept for the backward pass.
+    They take statistics of all edges of all workers. A layer with one runs in one shot, which is
+    exact: each edge belongs to one worker, whose norm sees all of that worker's edges at once and
+    merges with the others'. That costs what mode 3 does: the whole halo and every message are
+    resident, and kept for the backward pass.
     """
 
-    def refuse(module: torch.nn.Module, inputs: Any) -> None:
-        if reduces_over_rows(module):
-            raise NeedsAllEdges(
-                f"its message takes statistics over all edges ({type(module).__name__})",
-                collective=True,
-            )
+    def forward(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+        reason = f"its message takes statistics over all edges ({name})"
+        log.refuse(NeedsAllEdges(reason, collective=True), always=True)
+        return x * 1
 
-    norms = [module for module in layer.modules() if isinstance(module, OVER_ROWS)]
-    handles = [norm.register_forward_pre_hook(refuse) for norm in norms]
+    norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
+    for norm in norms:
+        norm.__dict__["forward"] = partial(forward, type(norm).__name__)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for norm in norms:
+            norm.__dict__.pop("forward", None)
 
 
-def _observe(
-    program: TileProgram, tile: Tile, rows: Sequence[Tensor | None], values_needed: bool
-) -> Dependence:
-    values: list[Any] = []
-    marked: list[Tensor] = []
-    leaves: set[int] = set()
-    for operand, row in zip(program.operands, rows, strict=True):
-        value = row.detach() if row is not None else None
-        if value is not None and operand.tensor.requires_grad:
-            token = token_for(value)
-            leaves.add(id(token))
-            value = Inject.apply(token, value)
-        values.append(value)
-        if operand.role == "source" and value is not None:
-            marked.append(value)
-    taint = _Taint(marked)
-    kept: dict[int, int] = {}
-    known = {_storage(t) for t, o in zip(values, program.operands, strict=True)
-             if t is not None and o.role == "whole"}  # fmt: skip
-    saved_source = False
+class Observation:
+    """A run of a message on a few edges with all in-edges of their targets, and what it showed.
 
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal saved_source
-        saved_source |= taint.holds(tensor)
-        if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
-            seen = tensor.numel() * tensor.element_size()
-            kept[_storage(tensor)] = min(seen, tensor.untyped_storage().nbytes())
-        taint.keep(tensor)
-        return tensor.detach()  # an alias, or an operator's output would own itself
+    Args:
+        program: The message and its operands.
+        tile: The edges.
+        rows: The operands' rows for these edges, edges first, that the run may write into.
 
-    log = Reductions()
-    with detached_parameters(program.layer) as parameters:
-        known |= {_storage(p) for p in (*parameters.values(), *program.layer.buffers())}
-        leaves |= {id(p) for p in parameters.values()}
-        begin = _sequence_number()
-        reads = _node_reads(program, tile, values)
-        products = Products(program, values)
+    Attributes:
+        values: The operands' rows that it is to be called with.
+        log: The reductions over targets that it makes.
+        sets: Attributes that it sets.
+    """
+
+    def __init__(self, program: TileProgram, tile: Tile, rows: Sequence[Any]) -> None:
+        self._layer, self._tile = program.layer, tile
+        self.log, self.sets = Reductions(watched=True), list[str]()
+        self.values: list[Any] = []
+        self._leaves: set[int] = set()
+        for operand, row in zip(program.operands, rows, strict=True):
+            value = row
+            if operand.tensor.requires_grad:
+                token = token_for(row)
+                self._leaves.add(id(token))
+                with torch.enable_grad():
+                    value = Inject.apply(token, row)
+            self.values.append(value)
+        roles = [operand.role for operand in program.operands]
+        self._own = [row for row, role in zip(rows, roles, strict=True) if role != "whole"]
+        self._first = {storage_of(row): row.clone() for row in self._own}
+        self._tables = [*program.layer.parameters(), *program.layer.buffers()]
+        self._known = [row for row, role in zip(rows, roles, strict=True) if role == "whole"]
+        self.recording = Recording()
+        self._ambient = AmbientState(tile.index.device, program.layer)
+        self._begin = _sequence_number()
+
+    @contextmanager
+    def watching(self, *modes: AbstractContextManager[Any]) -> Iterator[None]:
+        """Records what runs meanwhile in these modes, with leaves in the place of parameters."""
         with (
-            reads,
-            _Escapes(taint),
-            taint,
-            products,
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            self._ambient.restored(),
+            detached_parameters(self._layer) as parameters,
+            torch.enable_grad(),
+            ExitStack() as stack,
         ):
-            mapped = program.run(tile, values, log)
-        results = [result for m in mapped for result in (m.messages, m.log.total)]
-        roots = [t for t in results if t is not None and t.requires_grad]
-        opaque = _check_graph(roots, leaves, begin)
-        taint.forget()
-    same = [k for k in program.numbers("source") if products.is_source(mapped, values[k])]
-    same = [] if program.complete else same
-    edges = max(tile.num_edges, 1)
-    return Dependence(
-        needs_gradient=bool(roots),
-        needs_sources=bool(roots)
-        and (saved_source or taint.escaped or opaque or values_needed or bool(log.pattern)),
-        source=same[0] if same else -1,
-        pattern=log.pattern,
-        saved_bytes_per_edge=sum(kept.values()) / edges,
-        message_bytes=program.message_bytes,
-        reads_nodes=bool(reads.found),
-        product=None if program.complete else products.found(mapped),
-    )
+            self._known += parameters.values()
+            self._leaves |= {id(p) for p in parameters.values()}
+            for mode in (*modes, self.recording, self.recording.saving()):
+                stack.enter_context(mode)
+            yield
+
+    def ran(self, out: Any, values: Sequence[Any], given: dict[str, Any], escaped: bool) -> None:
+        """Takes what the run gave.
+
+        Args:
+            out: The messages.
+            values: The operands as the layer got them.
+            given: Other arguments.
+            escaped: Values were read through their memory, below the operators.
+        """
+        self._out, self._moved, self._given, self._escaped = out, values, given, escaped
+
+    def needs(self, program: TileProgram, values_needed: bool, linear: bool) -> Dependence:
+        """Returns what the message needs, with what becomes of it.
+
+        Args:
+            program: The message, whose operands are the first of those that were observed, and its
+                maps or its aggregation.
+            values_needed: The aggregation's own backward pass reads message values.
+            linear: The aggregation is linear in the messages.
+
+        Raises:
+            NeedsAllEdges: When the message can't be computed tile by tile.
+        """
+        for problem, always in self.log.problems:
+            if always or not program.complete:
+                raise problem
+        alone = self.recording
+        self.recording = Recording(alone)
+        values = self._moved[: len(program.operands)]
+        given = {**self._given, **program.own(self._tile, Reductions())}
+        try:
+            with (
+                preserved_attributes(self._layer, buffers=True) as sets,
+                without_statistics(self._layer, Reductions()),
+                self.watching(),
+            ):
+                mapped = program.finished(self._tile, self._out, values, given, self.log)
+            found = self._found(program, mapped, values_needed)
+        finally:
+            self.recording = alone
+        if found.pattern not in _PATTERNS:
+            made = found.pattern
+            raise NeedsAllEdges(f"the message makes the reductions {made} over its targets")
+        if found.pattern and not linear:
+            raise NeedsAllEdges("its aggregation is not linear in the weights that it normalises")
+        if found.pattern:
+            self._check_linear()
+        program.sets = [*self.sets, *sets]
+        return found
+
+    def _found(
+        self, program: TileProgram, mapped: Sequence[Mapped], values_needed: bool
+    ) -> Dependence:
+        complete = program.complete
+        pattern = () if complete else self.log.pattern
+        results = [one.messages for one in mapped]
+        results += [one.log.total for one in mapped if one.log.total is not None and not complete]
+        roots = [t for t in results if t.requires_grad]
+        opaque = _check_graph(roots, self._leaves, self._begin)
+        recording, tile = self.recording, self._tile
+        known = *self._known, *self._tables
+        products = Products(recording, program, self.values)
+        messages = [one.messages for one in mapped]
+        sources = {k: self.values[k] for k in program.numbers("source")}
+        same = [k for k, rows in sources.items() if products.is_source(messages, rows)]
+        reads = recording.needs_values(sources.values())
+        reads |= self._escaped or opaque or values_needed
+        return Dependence(
+            needs_gradient=bool(roots),
+            needs_sources=bool(roots) and (reads or bool(pattern)),
+            source=same[0] if same and not complete else -1,
+            pattern=pattern,
+            saved_bytes_per_edge=recording.saved_bytes(known) / tile.num_edges,
+            message_bytes=program.message_bytes,
+            reads_nodes=recording.reads_nodes(
+                (program.num_local, program.num_targets),
+                (tile.source, *self._own, *known),
+                tile.index,
+            ),
+            product=None if complete else products.found(messages),
+        )
+
+    # Softmax #################################################################
+
+    @torch.no_grad()
+    def _check_linear(self) -> None:
+        """The message must be linear in the normalised weights and blind to the maximum's value.
+
+        It is tried with the rows at hand, and with others, drawn at random.
+        """
+        draw = torch.Generator(self._tile.index.device).manual_seed(0)
+        others = {
+            key: torch.empty_like(row).normal_(generator=draw) if row.is_floating_point() else row
+            for key, row in self._first.items()
+        }
+        self._check_scaled(self._first)
+        try:
+            self._replayed(others)
+        except (IndexError, RuntimeError, ValueError):  # Values decide about shapes.
+            return
+        self._check_scaled(others)
+
+    def _check_scaled(self, rows: Rows) -> None:
+        total, maximum = self.log.total, self.log.maximum
+        if total is None:
+            return
+        original, first = self._replayed(rows)
+        # Powers of two scale floating point numbers exactly, differently per target and head.
+        steps = torch.arange(total.numel(), device=total.device).view(total.shape) % 3 + 1
+        scales = (2.0**steps).to(total.dtype)
+        scaled, _ = self._replayed(rows, {storage_of(total): lambda t: t.mul_(scales)})
+        per_edge = scales.index_select(0, self._tile.index)
+        fits = per_edge.dim() <= original.dim()
+        per_edge = spread(per_edge, original) if fits else per_edge
+        same = fits and _broadcasts(per_edge, original) and _close(scaled * per_edge, original)
+        if not same:
+            raise NeedsAllEdges("the message is not linear in the weights that it normalises")
+        if maximum is not None:
+            moved, shifted = self._replayed(rows, {storage_of(maximum): lambda t: t.add_(0.5)})
+            expected = first * torch.exp(torch.tensor(-0.5, dtype=first.dtype))
+            if not _close(moved, original) or not _close(shifted, expected):
+                raise NeedsAllEdges("the message uses its targets' maximum for more than a softmax")
+
+    def _replayed(self, rows: Rows, changes: Changes | None = None) -> list[Tensor]:
+        """Returns messages and normalisers by the same operators, of other rows."""
+        wanted = [t for t in (self._out, self.log.total) if t is not None]
+        with self._ambient.restored(), torch.autocast(self._tile.index.device.type, enabled=False):
+            out, total = self.recording.replayed(rows, changes or {}, wanted)
+        axis = self._layer.node_dim
+        return [out.movedim(axis, 0) if axis % out.dim() else out, total]
 
 
-def _node_reads(program: TileProgram, tile: Tile, values: Sequence[Any]) -> NodeReads:
-    """Watches for reads of node tensors that are not by the edges' ends."""
-    known = [(o.role, v) for o, v in zip(program.operands, values, strict=True) if v is not None]
-    return NodeReads(
-        (program.num_local, program.num_targets),
-        [tile.targets, tile.index, tile.source]
-        + [value for role, value in known if role != "whole"],
-        (*program.layer.parameters(), *program.layer.buffers()),
-    )
+def _close(values: Tensor, expected: Tensor) -> bool:
+    """Says if they are equal but for rounding, measured by the largest value."""
+    if values.shape != expected.shape:
+        return False
+    if values.numel() == 0:
+        return True
+    tolerance = {2: 6e-2, 4: 1e-3, 8: 1e-6}.get(expected.element_size(), 6e-2)
+    difference = (values - expected).nan_to_num(0, 0, 0).abs().max()
+    scale = expected.nan_to_num(0, 0, 0).abs().max()
+    return bool(difference <= tolerance * scale + torch.finfo(expected.dtype).tiny)
+
+
+def _broadcasts(weights: Tensor, values: Tensor) -> bool:
+    """Says if weights apply to values without changing their shape."""
+    return all(w in (1, v) for w, v in zip(weights.shape, values.shape, strict=True))
+
+
+# The graph ####################################################################
 
 
 def _sequence_number() -> int:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import aggr
 
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.space.distributed_index import version_of
 
 _PADDED = {
@@ -117,7 +118,7 @@ def put_tile_values(
         owner: How errors name the layer.
         whole: One worker has all edges.
     """
-    kept = layer.__dict__.setdefault("_before_tiles", {})
+    kept = facts_of(layer).before_tiles
     for name, value in before.items():
         path, _, attribute = name.rpartition(".")
         kept.setdefault(name, value)
@@ -126,7 +127,9 @@ def put_tile_values(
 
 def forget_tile_values(layer: torch.nn.Module) -> None:
     """Takes stand-ins away again: a message that looks for its attribute finds it as at first."""
-    for name, before in layer.__dict__.pop("_before_tiles", {}).items():
+    facts = facts_of(layer)
+    before_tiles, facts.before_tiles = facts.before_tiles, {}
+    for name, before in before_tiles.items():
         path, _, attribute = name.rpartition(".")
         module = layer.get_submodule(path)
         if not isinstance(module.__dict__.get(attribute), TileValue):
@@ -276,10 +279,7 @@ class AmbientState:
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
-_OWN = frozenset({
-    *("_before_tiles", "_choices", "_edge_sets", "_edge_type", "_identity", "_not_fused"),
-    *("_warned", "own_graphs"),
-})  # fmt: skip
+_OWN = frozenset({"_edge_type", "_facts", "_modules_seen", "own_graphs"})
 
 
 class Snapshot:

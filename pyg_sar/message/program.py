@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.message.decompose import Group
+from pyg_sar.message.layer_facts import hooked
 from pyg_sar.message.layer_state import padded_to
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, TargetIndex, make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -284,8 +285,34 @@ class TileProgram:
         """
         if self.complete and opens_without_edges(tile):
             return self._run_with_stand_in(tile, values, log)
-        out, arguments = self._messages(tile, values, log)
+        own = self.own(tile, log)
+        out, values, given = self.call(values, {**own, **self.sizes})
+        return self.finished(tile, out, values, {**given, **own}, log)
+
+    def own(self, tile: Tile, log: Reductions) -> dict[str, Any]:
+        """Returns the arguments of a tile's message that are not the caller's."""
+        index = self._index(tile, log)
+        sizes = dict.fromkeys(("dim_size", "size_i"), index.num_targets)
+        return {"index": index, "edge_index_i": index, "ptr": None, **sizes}
+
+    def finished(
+        self, tile: Tile, out: Any, values: Sequence[Any], given: Mapping[str, Any], log: Reductions
+    ) -> list[Mapped]:
+        """Returns messages as :meth:`run` does.
+
+        Args:
+            tile: The edges.
+            out: The messages as the layer made them.
+            values: The operands' rows, edges where the layer wants them.
+            given: Other arguments of ``aggregate``.
+            log: The reductions over targets that the message made.
+        """
+        self._check_rows(out, tile.num_edges, "the message is not one tensor with a row per edge")
+        self.message_bytes = out.numel() // max(tile.num_edges, 1) * out.element_size()
         if self._aggregate is not None:
+            arguments = self._collect(self._aggregate, values, given)
+            if type(self.layer).aggregate is MessagePassing.aggregate:
+                arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
             out = self._aggregated(out, arguments)
         axis = self.layer.node_dim
         out = out.movedim(axis, 0) if axis % out.dim() else out
@@ -309,28 +336,6 @@ class TileProgram:
         return make_target_index(
             tile.index, tile.target_rows, targets, self.num_targets, log, self.complete
         )
-
-    def _messages(
-        self, tile: Tile, values: Sequence[Any], log: Reductions
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns the messages, and the arguments of ``aggregate`` where the program has it."""
-        index = self._index(tile, log)
-        own = {
-            "index": index,
-            "edge_index_i": index,
-            "ptr": None,
-            "dim_size": index.num_targets,
-            "size_i": index.num_targets,
-        }
-        out, values, given = self.call(values, {**own, **self.sizes})
-        self._check_rows(out, tile.num_edges, "the message is not one tensor with a row per edge")
-        self.message_bytes = out.numel() // max(tile.num_edges, 1) * out.element_size()
-        if self._aggregate is None:
-            return out, {}
-        arguments = self._collect(self._aggregate, values, {**given, **own})
-        if type(self.layer).aggregate is MessagePassing.aggregate:
-            arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
-        return out, arguments
 
     def call(
         self, values: Sequence[Any], own: Mapping[str, Any]
@@ -364,15 +369,7 @@ class TileProgram:
                 result = hook(layer, (None, None, arguments), out)
                 out = out if result is None else result
             return out, values, given
-        for hook in layer._message_forward_pre_hooks.values():
-            result = hook(layer, (arguments,))
-            if result is not None:
-                arguments = result[0] if isinstance(result, tuple) else result
-        out = layer.message(**arguments)
-        for hook in layer._message_forward_hooks.values():
-            result = hook(layer, (arguments,), out)
-            out = out if result is None else result
-        return out, values, given
+        return hooked(layer, "message", arguments), values, given
 
     def _check_rows(self, out: Any, rows: int | None, problem: str) -> None:
         axis = self.layer.node_dim
@@ -410,20 +407,11 @@ class TileProgram:
         return [Mapped(out.messages[1:], out.log) for out in self.run(padded, rows, log)]
 
     def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
-        layer = self.layer
-        for hook in layer._aggregate_forward_pre_hooks.values():
-            result = hook(layer, (arguments,))
-            if result is not None:
-                arguments = result[0] if isinstance(result, tuple) else result
-        with padded_to(layer, self.most_edges):
-            out = layer.aggregate(messages, **arguments)
-        for hook in layer._aggregate_forward_hooks.values():
-            result = hook(layer, (arguments,), out)
-            out = out if result is None else result
+        with padded_to(self.layer, self.most_edges):
+            out: Tensor = hooked(self.layer, "aggregate", arguments, messages)
         problem = "the aggregate is not one tensor with a row per target"
         self._check_rows(out, arguments.get("dim_size"), problem)
-        aggregate: Tensor = out
-        return aggregate
+        return out
 
     def _collect(self, call: Call, values: Sequence[Any], own: Mapping[str, Any]) -> dict[str, Any]:
         data = dict(own)

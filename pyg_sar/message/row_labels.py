@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.space.distributed_index import storage_of
+
 MIXED, COUNT = -1, -2
 STEP = 2**12  # more than a sample has edges or nodes
 EDGE, NODE, NUMBER, PLACE = STEP, 2 * STEP, 4 * STEP, 6 * STEP
@@ -122,15 +124,12 @@ class Labels:
     _alive: list[Tensor] = field(default_factory=list)  # or a storage's number would come again
     ragged: set[int] = field(default_factory=set)  # storages of rows that values have chosen
 
-    def key(self, tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
-
     def known(self, tensor: Tensor) -> bool:
-        return self.key(tensor) in self._of
+        return storage_of(tensor) in self._of
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns labels ``[*tensor.shape]``."""
-        found = self._of.get(self.key(tensor))
+        found = self._of.get(storage_of(tensor))
         if found is None:
             return torch.zeros((), dtype=torch.int32).expand(tensor.shape)
         flat = _of_width(*found, tensor.element_size())
@@ -138,7 +137,7 @@ class Labels:
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
         """Sets a tensor's labels, ``labels`` broadcast to it."""
-        key = self.key(tensor)
+        key = storage_of(tensor)
         if key not in self._of:
             size = tensor.element_size()
             count = tensor.untyped_storage().nbytes() // size
@@ -211,7 +210,7 @@ class Call:
         found = self.of(tensor)
         dims = sorted({d % found.dim() for d in dims}) if found.dim() else []
         out = reduced(found, dims, keepdim)
-        ragged = 0 in dims and self.labels.key(tensor) in self.labels.ragged
+        ragged = 0 in dims and storage_of(tensor) in self.labels.ragged
         places = [
             axes for t, axes in zip(self.operands(), self.counted, strict=False) if t is tensor
         ]
@@ -355,7 +354,7 @@ def _positions(call: Call) -> tuple[list[Any], list[Tensor], int, bool]:
             places += list(mask.nonzero(as_tuple=True))
             labels.append(own[mask])
         else:
-            chosen |= call.labels.key(index) in call.labels.ragged
+            chosen |= storage_of(index) in call.labels.ragged
             places.append(_plain(index))
             labels.append(call.labels.of(index))
     named = [k for k, place in enumerate(places) if place is not None]
@@ -376,7 +375,7 @@ def _index(call: Call) -> Tensor:
     for part in _spread(labels, before, found):
         found = read_by(found, part)
     if chosen:
-        call.labels.ragged |= {call.labels.key(out) for out in call.outs}
+        call.labels.ragged |= {storage_of(out) for out in call.outs}
     return found
 
 
@@ -436,7 +435,7 @@ def _nonzero(call: Call) -> Tensor:
     source, out = call.given["self"], _plain(call.outs[0])
     found = call.of(source)[tuple(out.unbind(1))].unsqueeze(1) if out.size(1) else out
     if out.size(1) and bool(found.any()):
-        call.labels.ragged.add(call.labels.key(call.outs[0]))
+        call.labels.ragged.add(storage_of(call.outs[0]))
     return torch.where(found == EDGE + out, PLACE + out, found).to(torch.int32)
 
 

@@ -37,23 +37,19 @@ from pyg_sar.message.row_labels import (
     reduced,
     scatter_labels,
 )
-from pyg_sar.space.distributed_index import METADATA, name_of
+from pyg_sar.space.distributed_index import METADATA, name_of, storage_of
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors.node_tensor import RULES as NODE_RULES
+from pyg_sar.tensors.pointwise import by_element
 
 # Operators ####################################################################
 
 # Those below autograd (``aten``, without overloads) by what they do with axes.
 
-#: Beside those that torch itself tags as pointwise; the second part are those that its older
-#: versions don't tag.
+#: Beside those that torch itself tags as pointwise, and those that are so of node tensors.
 POINTWISE = frozenset({
-    "_prelu_kernel", "_to_copy", "bernoulli", "clone", "complex", "copy", "copy_", "copysign",
-    "fill", "fill_", "floor_divide", "log_sigmoid_forward", "masked_fill", "masked_fill_",
-    "native_dropout", "normal", "polar", "rrelu_with_noise", "view_as_complex_copy",
-    "view_as_real_copy", "where",
-
-    "_conj_physical", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "ldexp", "leaky_relu",
-    "leaky_relu_", "selu_",
+    "_conj_physical", "bernoulli", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "ldexp",
+    "leaky_relu", "leaky_relu_", "native_dropout", "normal", "rrelu_with_noise", "selu_",
 })  # fmt: skip
 
 #: The values themselves.
@@ -122,7 +118,9 @@ def _rule(call: Call) -> Callable[[Call], Any] | None:
         return _copies
     if name in ("eq", "ne", "eq_", "ne_"):
         return _equal
-    if call.pointwise or name in POINTWISE:
+    if name in UNIFORM:
+        return lambda call: torch.zeros((), dtype=torch.int32)
+    if call.pointwise or name in POINTWISE or NODE_RULES.get(name) is by_element:
         return lambda call: combined([call.of(t) for t in call.operands()])
     if name in ALONG:
         return _along
@@ -130,8 +128,6 @@ def _rule(call: Call) -> Callable[[Call], Any] | None:
         return _batched
     if name in MOVES:
         return _moves
-    if name in UNIFORM:
-        return lambda call: torch.zeros((), dtype=torch.int32)
     if name in SCATTERS:
         return scatter_labels
     if name.startswith(("linalg_", "_linalg_", "triangular_solve", "cholesky")):
@@ -210,6 +206,7 @@ def _moves(call: Call) -> Tensor:
 _READS = frozenset(
     getattr(Tensor, name) for name in ("__array__", "__dlpack__", "numpy", "storage", "tolist")
 )
+_MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage})
 _SCALARS = ("number", "Optional[number]", "float", "Optional[float]", "List[float]")
 _SLICES = frozenset(
     [
@@ -272,6 +269,7 @@ class RowTrace(TorchDispatchMode):
         super().__init__()
         self.labels, self.sizes, self.other = labels, sizes, other
         self.steps: list[Step] = []
+        self.escaped = False  # values were read through their memory
         self.causes = Causes()
         self.differs = False  # other operators ran than the time before
         self.asking = True
@@ -347,7 +345,7 @@ class RowTrace(TorchDispatchMode):
             found = [mixed if own else mixed * 0] * len(call.outs)
             if own:
                 self.causes.note("operator", call.name)
-        ragged = any(self.labels.key(t) in self.labels.ragged for t in operands)
+        ragged = any(storage_of(t) in self.labels.ragged for t in operands)
         numbers = before is not None and _differ(self.steps[-1].numbers, before.numbers)
         clean = own and not any(bool((labels == MIXED).any()) for labels in known)
         for number, (out, label) in enumerate(zip(call.outs, found, strict=True)):
@@ -361,7 +359,7 @@ class RowTrace(TorchDispatchMode):
                 self.causes.note(kind, call.name)
             self.labels.put(out, label)
             if ragged and out.dim() and call.name not in ("index_put_", "index_put"):
-                self.labels.ragged.add(self.labels.key(out))
+                self.labels.ragged.add(storage_of(out))
 
     def _constant(self, call: Call, out: Tensor, before: tuple[int, ...], label: Tensor) -> Tensor:
         """Returns labels of what is made of constants alone, of which the edges may be as many."""
@@ -444,8 +442,11 @@ class Asked(TorchFunctionMode):
         trace = self._trace
         if func not in METADATA and any(isinstance(t, NodeTensor) for t in tree_leaves(args)):
             raise WholeGraphError(name_of(func))
-        if func in _READS and isinstance(args[0], Tensor) and trace.escapes(args[0]):
-            trace.causes.note("python", func.__name__)
+        if (func in _READS or func in _MEMORY) and isinstance(args[0], Tensor):
+            found = trace.escapes(args[0])
+            trace.escaped |= found
+            if found and func in _READS:
+                trace.causes.note("python", func.__name__)
         if func is not torch.nn.functional.one_hot or len(args) + len(kwargs) < 2:
             return func(*args, **kwargs)
         # It asks for the least and the largest value, to check them.
@@ -461,8 +462,8 @@ class Asked(TorchFunctionMode):
 
 def _is_alias(call: Call) -> bool:
     """Says if the results share the memory of an operand, as they are."""
-    keys = {call.labels.key(t) for t in call.operands()}
-    return bool(call.outs) and all(call.labels.key(out) in keys for out in call.outs)
+    keys = {storage_of(t) for t in call.operands()}
+    return bool(call.outs) and all(storage_of(out) in keys for out in call.outs)
 
 
 def _numbers(schema: Any, given: dict[str, Any]) -> list[Any]:

@@ -8,26 +8,28 @@ or is left on the layer, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, is_known
-from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
+from pyg_sar.message.dependence import Observation, without_statistics
+from pyg_sar.message.layer_facts import hooks_of
+from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
 from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
-from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
+from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.shard import Tile
 
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
+_MANY = 1009  # targets of a run that shows lengths: no layer has as many columns
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
 _REMEDIES = {
     "edges": (
@@ -115,6 +117,7 @@ class _Run:
     out: Any
     nodes: Any
     changed: dict[str, Any]
+    seen: Observation
 
 
 class RowCheck:
@@ -139,9 +142,10 @@ class RowCheck:
         method: str = "message",
     ) -> None:
         self.layer, self.edge_index = layer, edge_index
-        self.own_aggregate = method == "message" and not is_known(layer)
+        own = not is_known(layer) or bool(hooks_of(layer, "aggregate"))
+        self.own_aggregate = method == "message" and own
         self.program = RowProgram(
-            layer, edge_index, kwargs, levels, (), self.own_aggregate, method=method
+            layer, edge_index, kwargs, levels, (), method == "message", method=method
         )
         self.nodes = {k: nodes[n] for n, k in self.program.whole.items() if n in nodes}
         self.bipartite = edge_index.bipartite
@@ -149,6 +153,7 @@ class RowCheck:
         if method == "message" and self.program._deferred:
             names |= set(layer.inspector.get_param_names("edge_update"))
         self.asks_sizes = bool(names.intersection(SIZE_NAMES))
+        self.seen: Observation | None = None
 
     def found(self) -> RowWise:
         """Returns what the message does, and leaves the layer as it was."""
@@ -160,11 +165,14 @@ class RowCheck:
     def _found(self) -> RowWise:
         small = Sizes(34, 10, 13 if self.bipartite else 10)
         large = Sizes(46, 11, 17 if self.bipartite else 11)
-        numbers: Mapping[str, Any] | None = None
         if self.asks_sizes:
-            numbers = self._numbers(101) if self._only_numbers(small) else None
-        first = self._run(small, numbers)
+            small = Sizes(34, _MANY, _MANY + 4 if self.bipartite else _MANY)
+        first = self._run(small, None)
+        numbers: Mapping[str, Any] | None = None
+        if self.asks_sizes and not _are_lengths(small, first.trace.steps):
+            numbers = self._numbers(small)
         second = self._run(large, numbers, (small, first.trace.steps))
+        self.seen = second.seen
         trace, changes = second.trace, Changes()
         changes.judge(first.changed, iter(second.changed["*"]), lambda t: self._kind(trace, t))
         if len(trace.steps) != len(first.trace.steps):
@@ -214,20 +222,12 @@ class RowCheck:
     def _axis(self) -> int:
         return int(self.layer.node_dim)
 
-    def _numbers(self, base: int) -> dict[str, Any]:
-        sources = base + 2 if self.bipartite else base
-        source_first = self.layer.flow == "source_to_target"
-        size = (sources, base) if source_first else (base, sources)
-        return {"size_i": base, "dim_size": base, "size_j": sources, "size": list(size)}
-
-    def _only_numbers(self, sizes: Sizes) -> bool:
-        """Says if sizes, whatever they are, are the length of no tensor."""
-        try:
-            runs = [self._run(sizes, self._numbers(base)) for base in (101, 211)]
-        except (IndexError, RuntimeError, ValueError, TypeError):
-            return False
-        first, second = ([(s.name, s.inputs, s.outputs) for s in r.trace.steps] for r in runs)
-        return first == second or [s[0] for s in first] != [s[0] for s in second]
+    def _numbers(self, sizes: Sizes) -> dict[str, Any]:
+        size = [sizes.sources, sizes.targets]
+        if self.layer.flow != "source_to_target":
+            size.reverse()
+        targets = dict.fromkeys(("size_i", "dim_size"), sizes.targets)
+        return {**targets, "size_j": sizes.sources, "size": size}
 
     # One run #################################################################
 
@@ -242,23 +242,24 @@ class RowCheck:
             source, index = self._ends(sizes)
             values = self._values(labels, sizes, source, index)
             own = self._own(labels, sizes, source, index)
+            targets = torch.arange(sizes.targets, device=index.device)
+            tile = Tile(0, slice(0, sizes.edges), targets, index, source, slice(0, sizes.edges))
+            seen = Observation(self.program, tile, values)
+            at_targets = make_target_index(index, index, sizes.targets, sizes.targets, seen.log)
         trace = RowTrace(labels, sizes, other)
-        state, ambient = Snapshot(self.layer), AmbientState(index.device, self.layer)
+        state = Snapshot(self.layer)
+        given = {**own, **(numbers or {}), "index": at_targets, "edge_index_i": at_targets}
         try:
-            with (
-                ambient.restored(),
-                torch.enable_grad(),
-                saved_tensors_hooks(_alias, _same),  # others' hooks are for graphs that they see
-                _without_statistics(self.layer),
-                Asked(trace),
-                trace,
-            ):
-                out, moved, _ = self.program.call(values, {**own, **(numbers or {})})
-            changes = [*state.changes()]
-            nodes = self._updated(trace, out, moved, own)
+            with preserved_attributes(self.layer, buffers=False) as seen.sets:
+                with without_statistics(self.layer, seen.log), seen.watching(Asked(trace), trace):
+                    out, moved, given = self.program.call(seen.values, given)
+                changes = [*state.changes()]
+                nodes = self._updated(trace, out, moved, own)
         finally:
             state.restore()
-        return _Run(trace, out, nodes, {"*": changes, **{name: now for name, _, now in changes}})
+        seen.ran(out, moved, given, trace.escaped)
+        changed = {"*": changes, **{name: now for name, _, now in changes}}
+        return _Run(trace, out, nodes, changed, seen)
 
     def _updated(
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
@@ -308,9 +309,6 @@ class RowCheck:
             if operand.role in ("source", "target") or space is not None:
                 rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
             value = tensor.index_select(0, rows % tensor.size(0))
-            if operand.tensor.requires_grad:
-                with torch.enable_grad():
-                    value = value.requires_grad_().clone()  # a message may write into it
             labels.put(value, label.view(-1, *[1] * (value.dim() - 1)))
             values.append(value)
         return values
@@ -321,15 +319,14 @@ class RowCheck:
         at_sources = at_targets + (STEP if self.bipartite else 0)
         ends = [source, index] if self.layer.flow == "source_to_target" else [index, source]
         both = [at_sources, at_targets] if ends[0] is source else [at_targets, at_sources]
-        edge_index, again = torch.stack(ends), index.clone()
+        edge_index = torch.stack(ends)
         labels.put(edge_index, torch.stack(both))
         labels.put(source, at_sources)
-        for tensor in (index, again):
-            labels.put(tensor, at_targets)
+        labels.put(index, at_targets)
         size = (sizes.sources, sizes.targets)
         return {
             "index": index,
-            "edge_index_i": again,
+            "edge_index_i": index,
             "edge_index_j": source,
             "edge_index": edge_index,
             "ptr": None,
@@ -368,22 +365,11 @@ def _reason(trace: RowTrace) -> str:
     return _REMEDIES["edges"].format("its order of edges")
 
 
-@contextmanager
-def _without_statistics(layer: torch.nn.Module) -> Iterator[None]:
-    """Norms over edges pass their input through: they have a way of their own over workers."""
-    norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
-    for norm in norms:
-        norm.__dict__["forward"] = lambda x, *args, **kwargs: x * 1
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.__dict__.pop("forward", None)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    return tensor.detach()  # or an operator's output would own itself
+def _are_lengths(sizes: Sizes, steps: Sequence[Step]) -> bool:
+    """Says if numbers of nodes, or multiples and neighbours of these, are lengths of tensors."""
+    known = {length for step in steps for s in (*step.inputs, *step.outputs) for length in s}
+    return any(
+        length > size // 2 and min(2 * length % size, -2 * length % size) <= 4
+        for length in known
+        for size in (sizes.targets, sizes.sources)
+    )

@@ -1,4 +1,4 @@
-"""Layers, norms and readouts that run on a distributed graph."""
+"""Layers and norms that run on a distributed graph, and edges that are made for them."""
 
 from typing import Any
 
@@ -26,6 +26,8 @@ from pyg_sar.nn.norm import (
 )
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors.negative_sampling import negative_sampling
+from pyg_sar.tensors.neighbors import knn_graph, radius_graph
 
 __all__ = [
     "NORMS",
@@ -44,6 +46,9 @@ __all__ = [
     "NodeEmbedding",
     "global_attention",
     "initialize",
+    "knn_graph",
+    "negative_sampling",
+    "radius_graph",
 ]
 
 

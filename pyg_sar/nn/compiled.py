@@ -42,6 +42,7 @@ from torch_geometric.utils import scatter
 from torch_geometric.utils.loop import compute_loop_attr
 
 from pyg_sar.functional import attention, gather_sum, sorted_edges
+from pyg_sar.message.layer_facts import pristine
 from pyg_sar.space.index_space import DistEdgeIndex, DistIndex
 
 # Edges ########################################################################
@@ -418,8 +419,8 @@ def takes_layer(layer: MessagePassing) -> bool:
     plain = layer.aggr in ("add", "sum", "mean") and layer.flow == "source_to_target"
     plain &= layer.node_dim in (0, -2) and not (getattr(layer, "cached", False))
     plain &= not getattr(layer, "improved", False) and layer.decomposed_layers == 1
-    methods = {"propagate", "edge_updater", "message", "aggregate", "forward"}
-    return plain and (kind in PROPAGATE or kind in FORWARD) and not methods & layer.__dict__.keys()
+    methods = "propagate", "edge_updater", "message", "aggregate", "forward"
+    return plain and (kind in PROPAGATE or kind in FORWARD) and pristine(layer, *methods)
 
 
 class Compiled:

@@ -45,6 +45,7 @@ from torch_geometric.utils import scatter
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for
+from pyg_sar.message.layer_facts import is_plain_module, pristine
 from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -92,12 +93,8 @@ def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
     methods = ("message", "edge_update", "aggregate", *_METHODS.get(kind, ()))
     return (
         isinstance(layer, kind)
-        and all(getattr(type(layer), name) is getattr(kind, name) for name in methods)
-        and not any(name in layer.__dict__ for name in methods)
+        and pristine(layer, *methods, of=kind)
         and type(layer.aggr_module) is SumAggregation
-        and not (layer._message_forward_pre_hooks or layer._message_forward_hooks)
-        and not (layer._aggregate_forward_pre_hooks or layer._aggregate_forward_hooks)
-        and not (layer._edge_update_forward_pre_hooks or layer._edge_update_forward_hooks)
         and layer.__dict__.get("_edge_type") is None
     )
 
@@ -112,13 +109,16 @@ def _dropout(layer: Any) -> dict[str, Any]:
     return {"p": p, "seed": int(torch.randint(2**62, ()))}
 
 
+def _is_plain_linear(linear: Any) -> bool:
+    """Says if a module is a product with its weight alone, which no hook watches."""
+    return is_plain_module(linear, Linear, torch.nn.Linear) and linear.bias is None
+
+
 def _edge_term(layer: Any, edge_attr: Any) -> dict[str, Any] | None:
     """Edge features and their weights, ``[D, heads, channels]``; ``None``: not the plain way."""
     if edge_attr is None:
         return {}
-    linear = layer.lin_edge
-    plain = type(linear) in (Linear, torch.nn.Linear) and linear.bias is None
-    if not plain or linear._forward_hooks or linear._forward_pre_hooks:
+    if not _is_plain_linear(linear := layer.lin_edge):
         return None
     if not isinstance(edge_attr, Tensor) or edge_attr.dim() > 2:
         return None

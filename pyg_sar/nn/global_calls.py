@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    DynamicEdgeConv,
+    GravNetConv,
     HANConv,
     LabelPropagation,
     MessagePassing,
@@ -31,8 +33,9 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.nn.draws_nothing import draws_nothing
+from pyg_sar.message.row_modules import check_modules
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -45,7 +48,6 @@ from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
-from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
@@ -88,6 +90,8 @@ class _Call:
                 "as 'x' and the edges as int64 [2, E]"
             )
         refuse_inner_hooks(module, self.comm.rank)
+        if layers and not isinstance(module, GlobalPropagation):
+            check_modules(module, self.comm.rank)
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
@@ -246,7 +250,7 @@ class _Call:
         """
         policy = getattr(self.module, "policy", None)
         rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
-        silent = policy is not None and (not self.module.training or draws_nothing(self.module))
+        silent = policy is not None and draws_nothing(self.module)
         if policy is None or (policy.random is not None and silent):
             yield
             return
@@ -410,24 +414,6 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
-@contextmanager
-def _policy_of_parts(layer: Any) -> Iterator[None]:
-    """A layer that one process got without a policy has that of parts where it gets their tensors.
-
-    Args:
-        layer: The layer, whose policy may have been set since.
-    """
-    before, policy = getattr(layer, "policy", None), layer.__dict__.get("policy_of_parts")
-    if policy is None or before != SARPolicy():
-        yield
-        return
-    layer.policy = policy
-    try:
-        yield
-    finally:
-        layer.policy = before
-
-
 def _refuse_local(module: Any, *given: Any) -> None:
     """Raises on a worker's own edges, with which gradients would stay each worker's own.
 
@@ -471,7 +457,7 @@ class GlobalCalls:
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
         explaining = explained(self, args, kwargs)
-        with _policy_of_parts(self), explaining, call.parameters(), own_rows_only():
+        with explaining, call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -514,7 +500,7 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        with _policy_of_parts(self), call.parameters(), own_rows_only():
+        with call.parameters(), own_rows_only():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -555,10 +541,11 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
-_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation)
+_FIND_EDGES = (DynamicEdgeConv, GravNetConv)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation, *_FIND_EDGES)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
-_DENSE = frozenset({"to_dense_adj"})
-"""Functions of edges whose result has all nodes; layers that call them work on these."""
+_OF_ALL = frozenset({"to_dense_adj", "knn", "knn_graph", "radius", "radius_graph"})
+"""Functions of, or on, all nodes; layers that call them work on these."""
 
 
 def _works_on_all_nodes(kind: Any) -> bool:
@@ -572,7 +559,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
     own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
     methods = [method for names in own for method in names.values()]
     return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
-        not _DENSE.isdisjoint(method.__code__.co_names)
+        not _OF_ALL.isdisjoint(method.__code__.co_names)
         for method in methods
         if inspect.isfunction(method)
     )
@@ -594,10 +581,15 @@ def named_as(dist: type, kind: type) -> type:
 
 
 @cache
-def global_class(kind: type) -> type:
-    """Returns a class of modules that also take and give tensors of the whole graph."""
+def global_class(kind: type, on_all_nodes: bool = False) -> type:
+    """Returns a class of modules that also take and give tensors of the whole graph.
+
+    Args:
+        kind: The class.
+        on_all_nodes: Its ``forward`` may do more than treat each row for itself.
+    """
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
-    if _works_on_all_nodes(kind):
+    if on_all_nodes or _works_on_all_nodes(kind):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))

@@ -35,15 +35,11 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.layer_facts import MODULE_HOOKS, hook_names
 from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_INNER_HOOKS = tuple(
-    f"_{name}_forward{when}_hooks"
-    for name in ("propagate", "edge_update", "message_and_aggregate")
-    for when in ("_pre", "")
-)
+_INNER_HOOKS = hook_names("propagate", "edge_update", "message_and_aggregate")
 
 
 def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
@@ -55,7 +51,7 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
         DistributedIndexError: Naming the module and the hook.
     """
     for name, inner in module.named_modules():
-        for kind in (*(_HOOKS if inner is not module else ()), *_INNER_HOOKS):
+        for kind in (*(MODULE_HOOKS if inner is not module else ()), *_INNER_HOOKS):
             for hook in (inner.__dict__.get(kind) or {}).values():
                 home = getattr(hook, "__module__", None) or type(hook).__module__
                 if home.partition(".")[0] not in ("torch", "torch_geometric"):
@@ -76,7 +72,7 @@ def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwa
         kwargs: The same by name.
     """
     own = module.__dict__
-    hooks = {name: own[name] for name in _HOOKS if own.get(name)}
+    hooks = {name: own[name] for name in MODULE_HOOKS if own.get(name)}
     if not hooks:
         return call(*args, **kwargs)
     before = {"forward": own["forward"]} if "forward" in own else {}

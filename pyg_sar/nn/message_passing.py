@@ -17,7 +17,6 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from pyg_sar.engine.analysis import (
     Choice,
     Chooser,
-    choices_of,
     decomposition_of,
     most_edges,
     needs_sorted_edges,
@@ -31,6 +30,7 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
+from pyg_sar.message.layer_facts import draws_nothing, facts_of, hook_names, pristine
 from pyg_sar.message.layer_state import (
     attributes_of,
     forget_tile_values,
@@ -40,7 +40,6 @@ from pyg_sar.message.layer_state import (
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
-from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.model_draws import (
     DrawsOfLayers,
@@ -74,9 +73,7 @@ from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.partial_edges import inner
 
 _METHODS = ("message", "aggregate", "update", "edge_update")
-_HOOKS = tuple(
-    f"_{name}_forward{when}_hooks" for name in _METHODS if name != "update" for when in ("_pre", "")
-)
+_HOOKS = hook_names("message", "aggregate", "edge_update")
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
@@ -110,8 +107,6 @@ class DistMessagePassing(MessagePassing):
     ledger_name: str = ""
     kept_rows: KeptRows | None = None  # Of its last exchange, with SARPolicy(refresh_every=...).
     _one_shot_call: bool = False
-    _has_tile_values: bool = False
-    _transforms_first: bool = False
     model_draws: DrawsOfLayers | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
     compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
@@ -159,8 +154,7 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
-            drawn = self.policy.random is not None and self.training
-            compiled = None if drawn else self.compiled_propagate
+            compiled = self.compiled_propagate
             if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
                 return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
@@ -187,8 +181,8 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
-        steady = self._steady_key(edge_index, size, kwargs)
-        choice = None if steady is None else self.__dict__.get("_choices", {}).get(steady)
+        steady, facts = self._steady_key(edge_index, size, kwargs), self.__dict__.get("_facts")
+        choice = None if steady is None or facts is None else facts.steady.get(steady)
         if choice is not None:
             call = choice.sums_call
             found = None if call is None else call.run(self, edge_index, kwargs)
@@ -206,7 +200,8 @@ class DistMessagePassing(MessagePassing):
             if choice.needs is None:
                 must_be_fused(self)
                 keeps = () if choice.rows is None else choice.rows.agreed.keeps
-                before = attributes_of(self, keeps) | self.__dict__.pop("_edge_sets", {})
+                facts = facts_of(self)
+                before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
                 with whole_scope(self, edge_index, choice):
                     out = self._propagate_whole(edge_index, size, kwargs, choice)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
@@ -214,18 +209,16 @@ class DistMessagePassing(MessagePassing):
                 return out
             if steady is not None and not choice.sizes:
                 call = None if choice.sets else only_sums(self, edge_index, kwargs, choice)
-                choices_of(self)[steady] = replace(choice, sums_call=call)
+                facts_of(self).steady[steady] = replace(choice, sums_call=call)
             return self._propagate_parts(edge_index, size, kwargs, choice)
 
     def _steady_key(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
-        plan, attributes = edge_index.plan, self.__dict__
+        plan = edge_index.plan
         leaving = edge_index.dist_row != (0 if self.flow == "source_to_target" else 1)
-        watched = self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks
-        watched = watched or "aggregate" in attributes
-        if plan.open_ended or leaving or size is not None or watched:
+        if plan.open_ended or leaving or size is not None:
             return None
         if self._one_shot_call or self.explain or not plan.context.layer:
             return None
@@ -234,7 +227,7 @@ class DistMessagePassing(MessagePassing):
         tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
         own, devices = type(self), sorted({v.device.type for v in tensors})
         local = self.node_dim, plan.rank, hooks, own.message, own.update, *devices
-        return "steady", self.policy, local, *self.call_key(kwargs)
+        return self.policy, local, *self.call_key(kwargs)
 
     def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns a call's kind, alike on all workers, and what may change its message besides.
@@ -257,7 +250,8 @@ class DistMessagePassing(MessagePassing):
         # A method of the layer's own, not of its class: others may stand there tomorrow.
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
         switches += [tuple(getattr(self, name)) for name in _HOOKS]  # numbers that are given once
-        many = len(self.__dict__.get("_choices", ())) >= _MANY_CHOICES
+        facts = self.__dict__.get("_facts")
+        many = facts is not None and len(facts.steady) + len(facts.choices) >= _MANY_CHOICES
         wanted = _FLAGS if many else _SWITCHES
         for module in self.modules():
             switches.append(type(module))
@@ -280,16 +274,15 @@ class DistMessagePassing(MessagePassing):
             edge_index = with_room(self, edge_index, kwargs)
         if edge_index.targets is not None:
             size = known_size(edge_index, size, self)
-        strategy, _ = self._strategy()
-        hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         compute = partial(self._edge_updates, edge_index, size=size, **kwargs)
-        if (strategy == "one_shot" and not leaving) or hooks:
+        hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
+        if hooks or (not leaving and self._why_whole()):
             with travelling(self, edge_index.plan):
                 return compute()
         deferred = deferred_edge(compute, kwargs, edge_index.device)
-        if self.policy.random is None:
+        if not self.may_draw():
             return deferred
         return mark_deferred(self, deferred, edge_index.device)
 
@@ -300,34 +293,39 @@ class DistMessagePassing(MessagePassing):
 
     def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         keeps = Chooser(self, edge_index, kwargs).check_edge_update()
-        self.__dict__["_edge_sets"] = attributes_of(self, keeps)
+        facts_of(self).edge_sets = attributes_of(self, keeps)
         with drawing(self, edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
 
+    def may_draw(self) -> bool:
+        """Returns whether a message may draw random numbers as the policy's ``random`` says."""
+        return self.policy.random is not None and not draws_nothing(self)
+
     def _source_row(self) -> int:
         """Returns the row of ``edge_index`` that messages come from."""
         return 0 if self.flow == "source_to_target" else 1
 
+    def _why_whole(self) -> str:
+        """Returns why the layer's definition needs all edges at once; empty where it does not."""
+        if self._one_shot_call or self.policy.mode == 3:
+            return "asked for"
+        if self.explain:
+            return "it is being explained"
+        names = self.inspector.get_param_names("update")
+        asks = any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names)
+        return "its update() asks for edges" if asks else ""
+
     def _strategy(self) -> tuple[str, str]:
         """Returns the strategy that the layer's definition allows, and the reason."""
-        if self._one_shot_call or self.policy.mode == 3:
-            return "one_shot", "asked for"
-        if self.explain:
-            return "one_shot", "it is being explained"
-        names = self.inspector.get_param_names("update")
-        if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
-            return "one_shot", "its update() asks for edges"
-        merges = type(self).aggregate is MessagePassing.aggregate and not self._watched()
+        whole = self._why_whole()
+        if whole:
+            return "one_shot", whole
+        merges = pristine(self, "aggregate", of=MessagePassing)
         merges &= type(self.aggr_module) in PLAIN or decompose(self.aggr_module) is not None
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
-
-    def _watched(self) -> bool:
-        """Says if this layer has an ``aggregate``, or hooks of it, that its class has not."""
-        hooks = self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks
-        return bool(hooks) or "aggregate" in self.__dict__
 
     # Running #################################################################
 
@@ -367,8 +365,7 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        random = self.policy.random is not None and not draws_nothing(self)
-        with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
+        with drawing(self, edge_index, kwargs) if self.may_draw() else nullcontext() as draws:
             out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
@@ -376,8 +373,7 @@ class DistMessagePassing(MessagePassing):
                 out = self._aggregated(edge_index, kwargs, choice, draws)
         if choice.sets:
             self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
-        own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
-        if not own and not self._propagate_forward_hooks:
+        if pristine(self, "update", of=MessagePassing) and not self._propagate_forward_hooks:
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
@@ -390,7 +386,6 @@ class DistMessagePassing(MessagePassing):
         """Lets nobody read what ``message`` has left, which is of some edges only."""
         if before:
             put_tile_values(self, before, title_of(self), plan.world_size == 1)
-            self.__dict__["_has_tile_values"] = True
 
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
@@ -465,11 +460,10 @@ class DistMessagePassing(MessagePassing):
         """Returns the call's plain edges and what stands for them, where the kernels are faster."""
         graphs = self.own_graphs
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
-        eligible &= self.policy.random is None or not self.training
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))
-        return None if self.training in self.__dict__.get("_not_fused", ()) else found
+        return None if self.training in facts_of(self).not_fused else found
 
     def _call_on_own_graph(
         self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
@@ -503,7 +497,8 @@ class DistMessagePassing(MessagePassing):
         maps = known_base(own) is not None
         bound = partial(self._bound, args, kwargs)
         try:
-            if self._has_tile_values:
+            facts = self.__dict__.get("_facts")
+            if facts is not None and facts.before_tiles:
                 forget_tile_values(self)
             with (
                 keeping_rows(self, edges) if keeps else nullcontext(),

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.engine.analysis import Choice, choices_of, title_of
+from pyg_sar.engine.analysis import title_of
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import Attention
@@ -37,6 +37,7 @@ from pyg_sar.message.edge_draws import (
     told_order,
     unlike,
 )
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex, name_of
@@ -313,12 +314,12 @@ def drawing(
     if strength is None:
         yield None
         return
-    choices, key = choices_of(layer), ("draws nothing", *layer.call_key(kwargs))
-    draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in choices)
+    silent, key = facts_of(layer).silent, layer.call_key(kwargs)
+    draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in silent)
     yield draws
     draws.settle()
     if not draws.drew:
-        choices[key] = Choice("one_shot")
+        silent.add(key)
     for value in kwargs.values():
         if isinstance(value, DeferredEdge) and value.mark is not None:
             draws.check_start(value.mark)

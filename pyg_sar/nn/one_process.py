@@ -19,8 +19,10 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import made_for, why_missing_on
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import put_back
-from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
+from pyg_sar.space.distributed_index import DistEdgeIndex, Order, dist_edge_index, version_of
+from pyg_sar.space.edge_ids import Counted
 
 
 class NothingFused(Exception):
@@ -29,7 +31,7 @@ class NothingFused(Exception):
 
 def must_be_fused(layer: Any) -> None:
     """Ends a call that was worth it for the kernels alone. See :func:`unless_fused`."""
-    if layer.__dict__.get("_fused_or_not", False):
+    if facts_of(layer).only_fused:
         raise NothingFused
 
 
@@ -46,7 +48,8 @@ def unless_fused(layer: Any) -> Iterator[None]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in layer.buffers()]
     cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
-    layer.__dict__["_fused_or_not"] = True
+    facts = facts_of(layer)
+    facts.only_fused = True
     try:
         yield
     except (NothingFused, DistributedIndexError) as error:
@@ -56,10 +59,10 @@ def unless_fused(layer: Any) -> Iterator[None]:
         for buffer, known in zip(layer.buffers(), buffers, strict=True):
             put_back(buffer, *known)
         layer.__dict__.update(cached)
-        layer.__dict__.setdefault("_not_fused", set()).add(layer.training)
+        facts.not_fused.add(layer.training)
         raise NothingFused from error
     finally:
-        del layer.__dict__["_fused_or_not"]
+        facts.only_fused = False
 
 
 FEWEST_EDGES = 2**14  # with fewer, looking a call up takes longer than the kernels save
@@ -115,8 +118,11 @@ class OwnGraphs:
                 return graph
         with torch.inference_mode(False):
             nothing = torch.empty(0, dtype=torch.long, device=edge_index.device)
-            plan = HaloPlan(current(), sources, [0], nothing, [0])
+            numbers = torch.arange(sources, device=edge_index.device)
+            plan = HaloPlan(current(), sources, [0], nothing, [0], n_id=numbers)
             graph = dist_edge_index(edge_index.detach(), plan, targets=targets)
+            every = Counted(edge_index.size(1), edge_index.device)
+            graph.ordered(Order(every.numbers, every))
         self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
         del self._found[:-_MEMORY]
         return graph

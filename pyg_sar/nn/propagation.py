@@ -19,7 +19,8 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
-from pyg_sar.message.message_checks import edge_level_names
+from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.message.message_checks import row_levels
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.nn.transform_first import standing_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
@@ -307,8 +308,7 @@ def kept_normalisation(
         return
     version = None if weight is None else version_of(weight)
     # Not id(layer), which a later layer may get: on some workers only, and with other options.
-    itself = layer.__dict__.setdefault("_identity", object())
-    key = ("normalised", itself, x.dtype, id(weight), version)
+    key = ("normalised", facts_of(layer).identity, x.dtype, id(weight), version)
     found = edge_index.recall_together(key)
     layer._cached_edge_index = None if found is None else found[0]
     layer.cached = True
@@ -349,7 +349,7 @@ def reversed_call(
     edges = reversed_edges(edge_index)
     key = (type(layer), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
     if key not in edges.edge_level:
-        found = edge_level_names(layer, edge_index, kwargs, complete=True)
+        found, _ = row_levels(layer, edge_index, kwargs)
         edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}
     names, ledger = edges.edge_level[key], layer.ledger_name
     for value in kwargs.values():

@@ -51,11 +51,8 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-_WATCHED = tuple(
-    f"_{name}_forward{when}_hooks"
-    for name in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
-    for when in ("", "_pre")
-)
+from pyg_sar.message.layer_facts import facts_of, is_plain_module, pristine
+
 _LINEAR = (Linear, torch.nn.Linear)
 _METHODS = ("forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
 
@@ -67,16 +64,16 @@ Methods = list[tuple[torch.nn.Module, str, Callable[..., Any]]]
 def transforming_first(layer: Any) -> Iterator[None]:
     """Lets a call of the layer map source rows before it sums them, where that is less.
 
-    See [Note: transform first]. ``layer._transforms_first`` then says whether the call did so.
+    See [Note: transform first]. ``facts_of(layer).transforms_first`` then says if the call did so.
 
     Args:
         layer: A :class:`~pyg_sar.nn.DistMessagePassing`, called on a distributed ``edge_index``.
     """
-    layer.__dict__["_transforms_first"] = False
+    facts_of(layer).transforms_first = False
     own: Any = type(layer)
     kind = known_base(own)
-    same = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
-    maps = same and layer.policy.transform_first and _is_unwatched(layer)
+    maps = kind and layer.policy.transform_first and pristine(layer, *_METHODS, of=kind)
+    maps = maps and _is_unwatched(layer)
     with standing_in(*_WAYS[kind](layer)) if kind and maps else nullcontext():
         yield
 
@@ -113,25 +110,11 @@ _GLOBAL_HOOKS = tuple(
 
 def _is_unwatched(layer: Any) -> bool:
     """Says if a layer computes what its class does, by sums that nothing watches."""
-    if not _is_plain(layer.aggr_module, SumAggregation, MeanAggregation):
-        return False
     everywhere = any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS)
     if layer.explain or layer.decomposed_layers > 1 or everywhere:
         return False
-    if any(layer.__dict__[name] for name in _WATCHED):
-        return False
-    return layer.__dict__.keys().isdisjoint((*_METHODS, "propagate"))
-
-
-def _is_plain(module: Any, *kinds: type) -> bool:
-    """Says if a module is of one of these very classes, and nothing watches it."""
-    return type(module) in kinds and not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    plain = is_plain_module(layer.aggr_module, SumAggregation, MeanAggregation)
+    return plain and pristine(layer, "propagate")
 
 
 def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> bool:
@@ -150,7 +133,7 @@ def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> b
     # Square maps too: the weight's gradient then takes the rows, and their sums are not kept.
     less = after < before or (wide == narrow and returns)
     if less:
-        layer.__dict__["_transforms_first"] = True
+        facts_of(layer).transforms_first = True
     return less
 
 
@@ -223,7 +206,8 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linears = [getattr(layer, name, None) for name in names]
-        if len(set(linears)) < len(names) or not all(_is_plain(one, *_LINEAR) for one in linears):
+        plain = all(is_plain_module(one, *_LINEAR) for one in linears)
+        if len(set(linears)) < len(names) or not plain:
             return []
         maps = [_Ahead(layer, linear) for linear in linears]
         turns, propagate = iter(maps), layer.propagate
@@ -233,7 +217,7 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
 
         ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
         root: Any = None if own is None else getattr(layer, own, None)
-        if root not in linears and _is_plain(root, *_LINEAR) and root.bias is None:
+        if root not in linears and is_plain_module(root, *_LINEAR) and root.bias is None:
             ahead.append((root, "forward", partial(_Product, root)))
         return [(layer, "propagate", mapped), *ahead]
 
@@ -249,7 +233,7 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linear = find(layer)
-        if not _is_plain(linear, *_LINEAR) or layer.__dict__.get("cached", False):
+        if not is_plain_module(linear, *_LINEAR) or layer.__dict__.get("cached", False):
             return []  # A cache keeps sums of rows that are not mapped.
         ahead, forward = _Ahead(layer, linear), layer.forward
 
@@ -269,9 +253,9 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
 def _first_linear(layer: Any) -> Any:
     """Returns the linear map that a GINConv's network begins with, if it does."""
     network = layer.nn
-    if _is_plain(network, *_LINEAR):
+    if is_plain_module(network, *_LINEAR):
         return network
-    if not _is_plain(network, MLP, torch.nn.Sequential):
+    if not is_plain_module(network, MLP, torch.nn.Sequential):
         return None
     return next(iter(network.lins if isinstance(network, MLP) else network), None)
 
@@ -284,7 +268,7 @@ def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linears, forward = list(layer.lins), layer.forward
-        plain = all(_is_plain(one, *_LINEAR) and one.bias is None for one in linears)
+        plain = all(is_plain_module(one, *_LINEAR) and one.bias is None for one in linears)
         if len(linears) < 2 or not plain:
             return []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,8 @@ from pyg_sar.ledger import Label
 from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_of
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
-from pyg_sar.partition.node_lists import NodeList
-from pyg_sar.partition.parts import (
-    PartTensors,
-    decode_attributes,
-    decode_rows,
-    list_tensors,
-    put_list,
-)
-from pyg_sar.partition.whole_graph import HeteroSchema, set_attributes, store_tensors
+from pyg_sar.partition.parts import decode_attributes, put_list, put_store
+from pyg_sar.partition.schema import PartTensors, RowGroup, StoreInfo, without_prefix
 from pyg_sar.space.index_space import dist_edge_index
 from pyg_sar.tensors import (
     Edges,
@@ -90,56 +82,43 @@ def whole_graph(
     Raises:
         PartitionError: An attribute with a row per node, edge or entry is no tensor.
     """
-    if metadata.hetero is not None:
-        return _hetero_graph(comm, metadata, metadata.hetero, tensors, device)
-    nodes = _layout(comm, tensors["n_id"].to(device), metadata.num_nodes)
-    edges = node_rows(comm, tensors["e_id"].to(device), metadata.num_edges)
-    found = _attributes(metadata.attributes, metadata.values, tensors, device, nodes, edges)
-    found["edge_index"] = _edges(tensors, nodes, nodes, edges)
-    found |= _lists(metadata.lists, tensors, nodes, nodes)
-    _put_adjacency(found, metadata.values)
-    if "x" not in found:
-        found["num_nodes"] = metadata.num_nodes
-    data = Data()
-    for name in [*filter(found.__contains__, _FIRST), *(n for n in found if n not in _FIRST)]:
-        data[name] = found[name]
+    data: Data | HeteroData = HeteroData() if metadata.hetero else Data()
+    layouts: dict[str, Rows] = {}
+    for info in metadata.stores:
+        found = _store(comm, info, tensors, device, layouts)
+        if not metadata.hetero:
+            _put_adjacency(found, info.values)
+            first = filter(found.__contains__, _FIRST)
+            found = {name: found[name] for name in dict.fromkeys([*first, *found])}
+        put_store(data, info, found)
     return data
 
 
-def _hetero_graph(
+def _store(
     comm: Communicator,
-    metadata: PartitionMetadata,
-    schema: HeteroSchema,
+    info: StoreInfo,
     tensors: PartTensors,
     device: torch.device,
-) -> HeteroData:
-    data = HeteroData()
-    found = _attributes(metadata.attributes, metadata.values, tensors, device)
-    set_attributes(data._global_store, found)
-    layouts: dict[str, Rows] = {}
-    for k, info in enumerate(schema.types):
-        (name,) = info.name
-        own = store_tensors(tensors, "type", k)
-        nodes = layouts[name] = _layout(comm, own["n_id"].to(device), info.count)
-        found = _attributes(info.attributes, info.values, own, device, nodes)
-        set_attributes(data[name], found | _lists(info.lists, own, nodes, nodes))
-        if "x" not in found:
-            data[name].num_nodes = info.count
-    for k, info in enumerate(schema.relations):
-        own = store_tensors(tensors, "relation", k)
-        sources, targets = layouts[info.name[0]], layouts[info.name[-1]]
-        edges = node_rows(comm, own["e_id"].to(device), info.count)
-        found = {"edge_index": _edges(own, sources, targets, edges)}  # First, as in PyG's graphs.
-        found |= _attributes(info.attributes, info.values, own, device, None, edges)
-        set_attributes(data[info.name], found | _lists(info.lists, own, sources, targets))
-    return data
-
-
-def _layout(comm: Communicator, ids: Tensor, total: int) -> Rows:
-    """Returns the layout of a graph's nodes, or of those of a type."""
-    nodes = node_rows(comm, ids, total)
-    comm.layouts.setdefault(total, nodes)
-    return nodes
+    layouts: dict[str, Rows],
+) -> dict[str, Any]:
+    """Returns the attributes of a store; puts the layout of its nodes into ``layouts``."""
+    own = without_prefix(tensors, info.prefix)
+    found: dict[str, Any] = {}
+    rows: dict[str, Rows] = {}
+    source, target = info.ends
+    if "node" in info.totals:
+        total = info.totals["node"]
+        rows["node"] = layouts[source] = node_rows(comm, own["n_id"].to(device), total)
+        comm.layouts.setdefault(total, rows["node"])
+    if "edge" in info.totals:
+        rows["edge"] = node_rows(comm, own["e_id"].to(device), info.totals["edge"])
+        found["edge_index"] = _edges(own, layouts[source], layouts[target], rows["edge"])
+    found |= _attributes(info.attributes, info.values, own, device, rows)
+    for group in info.list_groups():
+        _put_list(found, group, tensors, layouts[source], layouts[target])
+    if "node" in info.totals and "x" not in found:
+        found["num_nodes"] = info.totals["node"]
+    return found
 
 
 def _attributes(
@@ -147,15 +126,21 @@ def _attributes(
     values: dict[str, Any],
     tensors: PartTensors,
     device: torch.device,
-    nodes: Rows | None = None,
-    edges: Rows | None = None,
+    rows: dict[str, Rows],
 ) -> dict[str, Any]:
-    """Returns attributes as ``Data`` holds them, in tensors of the whole graph."""
+    """Returns attributes as ``Data`` holds them, in tensors of the whole graph.
+
+    Args:
+        attributes: How they are stored.
+        values: The values of those that are no tensors.
+        tensors: The part's.
+        device: Where they go.
+        rows: The layouts of the levels whose rows are split among parts.
+    """
     found = decode_attributes(attributes, values, tensors)
     for name, value in found.items():
-        rows = {"node": nodes, "edge": edges}.get(attributes[name].level)
-        if rows is not None:
-            found[name] = _tensor(name, value, attributes[name], rows)
+        if attributes[name].level in rows:
+            found[name] = _tensor(name, value, attributes[name], rows[attributes[name].level])
         elif hasattr(value, "to"):
             found[name] = value.to(device)
     return found
@@ -175,10 +160,9 @@ def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTens
 
 def _edges(tensors: PartTensors, sources: Rows, targets: Rows, edges: Rows) -> NodeTensor:
     """Returns edges, or pairs of a list, whose tensors these are."""
-    device, same, covers = edges.ids.device, sources is targets, None
-    if "covers" in tensors:
-        costs = tuple((int(pull), int(push)) for pull, push in tensors["cover_costs"].tolist())
-        covers = StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
+    device, same = edges.ids.device, sources is targets
+    costs = tuple((int(pull), int(push)) for pull, push in tensors["cover_costs"].tolist())
+    covers = StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
     plan = HaloPlan(
         edges.comm,
         sources.count,
@@ -193,24 +177,20 @@ def _edges(tensors: PartTensors, sources: Rows, targets: Rows, edges: Rows) -> N
     return edge_tensor(Edges(index.ordered(edges.ids), sources, targets), edges)
 
 
-def _lists(
-    lists: Sequence[NodeList], tensors: PartTensors, sources: Rows, targets: Rows
-) -> dict[str, Any]:
-    """Returns lists of node ids, by global ids, and the attributes with a row per entry."""
-    found: dict[str, Any] = {}
-    for k, info in enumerate(lists):
-        own = list_tensors(tensors, k)
-        rows = node_rows(sources.comm, own["place"].to(sources.ids.device), info.count)
-        if info.kind == "links":
-            ids: Tensor = _edges(own, sources, targets, rows)
-        else:
-            local = own["ids"].to(sources.ids.device).long()
-            ids = sources.ids[local].to(getattr(torch, info.attribute.dtype))
-            ids = wrap(ids, rows, 0)
-        put_list(found, info.name, info.key, ids)
-        for name, value in decode_rows(info, own).items():
-            found[name] = _tensor(name, value, info.rows[name], rows)
-    return found
+def _put_list(
+    store: dict[str, Any], group: RowGroup, tensors: PartTensors, sources: Rows, targets: Rows
+) -> None:
+    """Puts a list of node ids, by global ids, and the attributes with a row per entry."""
+    assert group.listed is not None
+    info, own = group.listed, without_prefix(tensors, group.prefix)
+    rows = node_rows(sources.comm, own["place"].to(sources.ids.device), group.total)
+    if group.kind == "links":
+        ids: Tensor = _edges(own, sources, targets, rows)
+    else:
+        local = own["ids"].to(sources.ids.device).long()
+        ids = wrap(sources.ids[local].to(getattr(torch, info.attribute.dtype)), rows, 0)
+    put_list(store, info, ids)
+    store |= _attributes(info.rows, {}, own, rows.ids.device, {"row": rows})
 
 
 def _put_adjacency(found: dict[str, Any], values: dict[str, Any]) -> None:

@@ -14,48 +14,75 @@ from pyg_sar.partition.scratch import GroupedEdges, Scratch, group_by_part, offs
 from pyg_sar.wording import Shown, counted
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    r"""Nodes and edges grouped by part, and the halo of each part.
+@dataclass(frozen=True, slots=True)
+class NodeOrder:
+    """The nodes of a type grouped by part.
 
     The *rank* of a node is its position when all nodes are sorted by (part, global id): comparing
     ranks compares (owner, global id).
 
     Attributes:
         part: Part of each node, ``[N]``.
-        node_order: Global ids sorted by (part, id), ``[N]``.
-        node_offsets: Where each part starts in ``node_order``, ``[P + 1]``.
-        node_rank: Inverse of ``node_order``, ``[N]``.
+        order: Global ids sorted by (part, id), ``[N]``.
+        offsets: Where each part starts in ``order``, ``[P + 1]``.
+        rank: Inverse of ``order``, ``[N]``.
+    """
+
+    part: Tensor
+    order: Tensor
+    offsets: Tensor
+    rank: Tensor
+
+    @classmethod
+    def of(cls, part: Tensor, num_parts: int) -> NodeOrder:
+        """Groups nodes by their parts, int64 ``[N]``."""
+        order, offsets = group_by_part(part, num_parts)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(part.numel())
+        return cls(part, order, offsets, rank)
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts."""
+        return self.offsets.numel() - 1
+
+    @property
+    def counts(self) -> Tensor:
+        """Nodes of each part, ``[P]``."""
+        return self.offsets.diff()
+
+    def ids(self, p: int) -> Tensor:
+        """Returns the global ids of the nodes of part ``p``, ascending."""
+        return self.order[self.offsets[p] : self.offsets[p + 1]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    r"""Edges grouped by the part of their target, and the halo of each part.
+
+    Attributes:
+        sources: The nodes of the sources' type.
+        targets: Those of the targets' type; the same object where there is one type.
         edge_order: Edge ids sorted by (part of the target, id), ``[E]``; or the edges in scratch
             files, in this order.
         edge_offsets: Where each part starts in ``edge_order``, ``[P + 1]``.
         halos: Per part, the ranks of the remote sources of its edges, ascending.
         halo_offsets: Where each owner starts in a part's halo, ``[P, P + 1]``.
         edge_cut: Edges between two parts.
-        target_offsets: ``node_offsets`` of the targets' type, the same for nodes of one type.
-        target_rank: ``node_rank`` of the targets' type.
     """
 
-    part: Tensor
-    node_order: Tensor
-    node_offsets: Tensor
-    node_rank: Tensor
+    sources: NodeOrder
+    targets: NodeOrder
     edge_order: Tensor | GroupedEdges
     edge_offsets: Tensor
     halos: list[Tensor]
     halo_offsets: Tensor
     edge_cut: int
-    target_offsets: Tensor
-    target_rank: Tensor
 
     @property
     def num_parts(self) -> int:
         """The number of parts."""
-        return self.node_offsets.numel() - 1
-
-    def nodes(self, p: int) -> Tensor:
-        """Returns the global ids of the nodes of part ``p``, ascending."""
-        return self.node_order[self.node_offsets[p] : self.node_offsets[p + 1]]
+        return self.sources.num_parts
 
     def edges(self, p: int) -> Tensor:
         """Returns the ids of the edges whose target is in part ``p``, ascending."""
@@ -75,51 +102,56 @@ class Layout:
         """Returns the number of halo rows of part ``p`` per owner, ``[P]``."""
         return self.halo_offsets[p].diff()
 
+    def send_counts(self, p: int) -> Tensor:
+        """Returns the number of rows of part ``p`` that each part needs, ``[P]``."""
+        return self.halo_offsets[:, p + 1] - self.halo_offsets[:, p]
+
     def send_rows(self, p: int, q: int) -> Tensor:
         """Returns the rows of part ``p`` that part ``q`` needs, in the order of ``q``'s halo."""
         start, end = self.halo_offsets[q, p : p + 2].tolist()
-        return self.halos[q][start:end] - self.node_offsets[p]
+        return self.halos[q][start:end] - self.sources.offsets[p]
 
-
-def rank_nodes(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ``node_order``, ``node_offsets`` and ``node_rank`` of a :class:`Layout`."""
-    order, offsets = group_by_part(part, num_parts)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(part.numel())
-    return order, offsets, rank
+    def send_index(self, p: int) -> Tensor:
+        """Returns the rows of part ``p`` that others need, by part, int32."""
+        return torch.cat([self.send_rows(p, q) for q in range(self.num_parts)]).int()
 
 
 def make_layout(
-    edge_index: Tensor,
-    part: Tensor,
-    num_parts: int,
-    target_part: Tensor | None = None,
-    scratch: Scratch | None = None,
+    edge_index: Tensor, part: Tensor, num_parts: int, scratch: Scratch | None = None
 ) -> Layout:
-    """Groups nodes and edges by part and finds the halos.
+    """Groups nodes of one type and the edges between them by part, and finds the halos.
 
     Args:
         edge_index: Edges (source, target), int64, shape ``[2, num_edges]``; with ``scratch`` of
             any integer dtype.
         part: Part of each node, int64, shape ``[num_nodes]``.
         num_parts: The number of parts.
-        target_part: Part of each target node, where targets are of another type than sources.
         scratch: Where grouped edges and halos go. See [Note: bounded memory].
     """
-    num_nodes = part.numel()
-    node_order, node_offsets, node_rank = rank_nodes(part, num_parts)
-    target_offsets, target_rank = node_offsets, node_rank
-    if target_part is not None:
-        _, target_offsets, target_rank = rank_nodes(target_part, num_parts)
-    target_owner = part if target_part is None else target_part
+    nodes = NodeOrder.of(part, num_parts)
+    return group_edges(edge_index, nodes, nodes, scratch)
+
+
+def group_edges(
+    edge_index: Tensor, sources: NodeOrder, targets: NodeOrder, scratch: Scratch | None = None
+) -> Layout:
+    """Groups edges between nodes of two types by part, and finds the halos.
+
+    Args:
+        edge_index: As of :func:`make_layout`.
+        sources: The nodes of the sources' type.
+        targets: Those of the targets' type.
+        scratch: As of :func:`make_layout`.
+    """
+    part, num_parts = sources.part, sources.num_parts
     edge_order: Tensor | GroupedEdges
     if scratch is None:
-        edge_order, edge_offsets = group_by_part(target_owner[edge_index[1]], num_parts)
+        edge_order, edge_offsets = group_by_part(targets.part[edge_index[1]], num_parts)
     else:
-        edge_order = GroupedEdges(scratch, edge_index, target_owner, num_parts)
+        edge_order = GroupedEdges(scratch, edge_index, targets.part, num_parts)
         edge_offsets = offsets_of(edge_order.counts)
     halos, edge_cut = [], 0
-    needed = torch.zeros(num_nodes, dtype=torch.bool)
+    needed = torch.zeros(part.numel(), dtype=torch.bool)
     for p in range(num_parts):
         if isinstance(edge_order, GroupedEdges):
             source = edge_order.sources(p)
@@ -128,24 +160,19 @@ def make_layout(
             source = edge_index[0].index_select(0, ids)
         remote = source[part[source] != p]
         edge_cut += remote.numel()
-        ranks = node_rank[remote]
+        ranks = sources.rank[remote]
         needed[ranks] = True
         halo = needed.nonzero().view(-1)
         halos.append(halo if scratch is None else scratch.keep(halo))
         needed[ranks] = False
-    halo_offsets = torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos])
     return Layout(
-        part=part,
-        node_order=node_order,
-        node_offsets=node_offsets,
-        node_rank=node_rank,
+        sources=sources,
+        targets=targets,
         edge_order=edge_order,
         edge_offsets=edge_offsets,
         halos=halos,
-        halo_offsets=halo_offsets,
+        halo_offsets=torch.stack([torch.searchsorted(halo, sources.offsets) for halo in halos]),
         edge_cut=edge_cut,
-        target_offsets=target_offsets,
-        target_rank=target_rank,
     )
 
 
@@ -222,13 +249,14 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
     training = None
     if train_mask is not None:
         mask = train_mask if train_mask.dim() == 1 else train_mask[:, 0]
-        training = torch.bincount(layout.part[mask], minlength=layout.num_parts).tolist()
+        part = layout.sources.part
+        training = torch.bincount(part[mask], minlength=layout.num_parts).tolist()
     return PartitionStatistics(
         num_parts=layout.num_parts,
-        num_nodes=layout.part.numel(),
+        num_nodes=layout.sources.part.numel(),
         num_edges=int(layout.edge_offsets[-1]),
         edge_cut=layout.edge_cut,
-        nodes=layout.node_offsets.diff().tolist(),
+        nodes=layout.sources.counts.tolist(),
         edges=layout.edge_offsets.diff().tolist(),
         halo=[halo.numel() for halo in layout.halos],
         training_nodes=training,

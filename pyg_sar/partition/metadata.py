@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import check_regular, from_json, with_checksum
+from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,
@@ -27,7 +29,7 @@ from pyg_sar.partition.layout import (
     TypeStatistics,
 )
 from pyg_sar.partition.node_lists import NodeList
-from pyg_sar.partition.whole_graph import FORMAT, VERSION, HeteroSchema, StoreInfo
+from pyg_sar.partition.schema import FORMAT, VERSION, RowGroup, StoreInfo, is_hetero
 from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1
@@ -181,12 +183,37 @@ class PartitionMetadata(Shown):
     method: str
     seed: int
     statistics: PartitionStatistics
-    attributes: dict[str, Attribute]
-    values: dict[str, Any]
+    stores: list[StoreInfo]
     parts: list[PartInfo]
-    hetero: HeteroSchema | None = None
     num_graphs: int | None = None
-    lists: list[NodeList] = field(default_factory=list)
+
+    @property
+    def hetero(self) -> bool:
+        """True where the graph is a ``HeteroData``."""
+        return is_hetero(self.stores)
+
+    @property
+    def attributes(self) -> dict[str, Attribute]:
+        """The graph's attributes, without those of node types and relations."""
+        return self.stores[0].attributes
+
+    def groups(self) -> list[RowGroup]:
+        """Returns all rows that are split among parts; nodes come before the edges between them."""
+        return [group for store in self.stores for group in store.groups()]
+
+    def sizes(self, store: StoreInfo, part: int) -> dict[str, int]:
+        """Returns the numbers of a part's nodes, edges and halo rows by their letters."""
+        rows: Any = self.statistics
+        if isinstance(rows, HeteroPartitionStatistics) and store.totals:
+            kinds: dict[Any, Any] = {row.name: row for row in rows.types}
+            kinds |= {tuple(row.edge_type): row for row in rows.relations}
+            rows = kinds[store.key]
+        letters = {"node": {"n": "nodes"}, "edge": {"e": "edges", "h": "halo"}}
+        return {
+            letter: getattr(rows, name)[part]
+            for level in store.totals
+            for letter, name in letters[level].items()
+        }
 
     def check_world_size(self, world_size: int, hosted: bool = False) -> None:
         """Raises :class:`PartitionError` unless there is one part per rank.
@@ -212,7 +239,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     """Reads and checks ``metadata.json``.
 
     Raises:
-        PartitionError: When there is no partition, or it is damaged or too new.
+        PartitionError: When there is no partition, or it is damaged, or of another version.
     """
     root = Path(root)
     path = root / METADATA
@@ -237,24 +264,37 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
         raise damaged from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PartitionError(f"'{path}' does not describe a {FORMAT}")
-    _check_version(root, content.get("version"))
+    _check_version(root, content)
     content.pop("checksum", None)
     if text != with_checksum(content):
         raise damaged
     return _parse(root, Fields(path, content))
 
 
-def _check_version(root: Path, version: Any) -> None:
-    if type(version) is int and version > VERSION:
+def _check_version(root: Path, content: Mapping[str, Any]) -> None:
+    version = content.get("version")
+    if version == VERSION and type(version) is int:
+        return
+    if type(version) is not int or version < 1:
+        raise PartitionError(
+            f"'{root}' has format version {version!r}, which is not known here ({VERSION}); "
+            "partition the graph anew"
+        )
+    if version > VERSION:
         raise PartitionError(
             f"'{root}' has format version {version}, newer than {VERSION}, the newest known here; "
             "update pyg_sar"
         )
-    if type(version) is not int or version < 1:
-        raise PartitionError(
-            f"'{root}' has format version {version!r}, which is not known here (1 to {VERSION}); "
-            "partition the graph anew"
-        )
+    command = ["pyg-sar partition GRAPH"]
+    for name in ("num_parts", "method", "seed"):
+        value = content.get(name)
+        if type(value) is int or value in METHODS:
+            command.append(f"--{name.removeprefix('num_')} {value}")
+    command.append(f"--out {shlex.quote(os.fspath(root))} --overwrite")
+    raise PartitionError(
+        f"'{root}' has format version {version}, older than {VERSION}, the only one read here; "
+        f"write it again from its graph: {' '.join(command)}"
+    )
 
 
 def _parse(root: Path, fields: Fields) -> PartitionMetadata:
@@ -263,28 +303,20 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
         "num_nodes": fields.count("num_nodes"),
         "num_edges": fields.count("num_edges"),
     }
-    version = fields.content["version"]
-    listed = version >= 5
-    hetero = _schema(fields.inner("hetero"), listed) if "hetero" in fields.content else None
-    rows = {} if hetero else {"node": counts["num_nodes"], "edge": counts["num_edges"]}
-    attributes, values = _attributes(fields, rows)
-    lists = _lists(fields, attributes, _KINDS) if listed and not hetero else []
-    statistics = _statistics(fields.inner("statistics"), counts, hetero)
+    stores = _stores(fields, counts)
+    statistics = _statistics(fields.inner("statistics"), counts, stores)
     known = fields.content.get("num_graphs") is not None
     return PartitionMetadata(
         root=root,
-        version=version,
+        version=VERSION,
         **counts,
         is_directed=fields.flag("is_directed"),
         method=fields.text("method"),
         seed=fields.get("seed", "a whole number", lambda v: type(v) is int),
         statistics=statistics,
-        attributes=attributes,
-        values=values,
+        stores=stores,
         parts=_parts(fields, statistics),
-        hetero=hetero,
         num_graphs=fields.count("num_graphs") if known else None,
-        lists=lists,
     )
 
 
@@ -305,7 +337,7 @@ def _parts(fields: Fields, statistics: PartitionStatistics) -> list[PartInfo]:
 
 
 def _statistics(
-    fields: Fields, counts: dict[str, int], hetero: HeteroSchema | None
+    fields: Fields, counts: dict[str, int], stores: list[StoreInfo]
 ) -> PartitionStatistics:
     number = counts["num_parts"]
     found: dict[str, Any] = {
@@ -316,21 +348,25 @@ def _statistics(
         "halo": fields.counts("halo", number),
         "training_nodes": _training(fields, number),
     }
-    if hetero is None:
+    if not is_hetero(stores):
         return PartitionStatistics(**found)
+    of_type, of_relation = (
+        [(store.key, store.totals[level]) for store in stores if level in store.totals]
+        for level in ("node", "edge")
+    )
     types = []
-    for info, row in zip(hetero.types, fields.rows("types", len(hetero.types)), strict=True):
-        row.same("name", info.name[0])
-        nodes, training = _shares(row, "nodes", number, info.count), _training(row, number)
-        types.append(TypeStatistics(name=info.name[0], nodes=nodes, training_nodes=training))
+    for (name, count), row in zip(of_type, fields.rows("types", len(of_type)), strict=True):
+        row.same("name", name)
+        nodes, training = _shares(row, "nodes", number, count), _training(row, number)
+        types.append(TypeStatistics(name=name, nodes=nodes, training_nodes=training))
     relations = []
-    rows = fields.rows("relations", len(hetero.relations))
-    for info, row in zip(hetero.relations, rows, strict=True):
-        row.same("edge_type", list(info.name))
+    rows = fields.rows("relations", len(of_relation))
+    for (key, count), row in zip(of_relation, rows, strict=True):
+        row.same("edge_type", list(key))
         relation = RelationStatistics(
-            edge_type=list(info.name),
-            edge_cut=row.count("edge_cut", most=info.count),
-            edges=_shares(row, "edges", number, info.count),
+            edge_type=list(key),
+            edge_cut=row.count("edge_cut", most=count),
+            edges=_shares(row, "edges", number, count),
             halo=row.counts("halo", number),
         )
         relations.append(relation)
@@ -363,28 +399,37 @@ def _training(fields: Fields, number: int) -> list[int] | None:
 # Attributes ##################################################################
 
 
-def _schema(fields: Fields, listed: bool) -> HeteroSchema:
-    def info(row: Fields, name: list[str], level: str, kinds: tuple[str, ...]) -> StoreInfo:
-        count = row.count("count")
-        attributes, values = _attributes(row, {level: count})
-        lists = _lists(row, attributes, kinds) if listed else []
-        return StoreInfo(tuple(name), count, attributes, values, lists)
-
-    types, relations = [], []
-    for row in fields.rows("types"):
-        types.append(info(row, row.texts("name", 1), "node", _KINDS))
-    names = [info.name[0] for info in types]
+def _stores(fields: Fields, counts: dict[str, int]) -> list[StoreInfo]:
+    """Reads the stores of the graph, of its node types and of its relations."""
+    if "hetero" not in fields.content:
+        totals = {"node": counts["num_nodes"], "edge": counts["num_edges"]}
+        return [_store(fields, None, "", totals, _KINDS)]
+    stores = [StoreInfo(None, "", {}, *_attributes(fields, {}))]
+    inner = fields.inner("hetero")
+    for k, row in enumerate(inner.rows("types")):
+        (name,) = row.texts("name", 1)
+        stores.append(_store(row, name, f"type.{k}/", {"node": row.count("count")}, _KINDS))
+    names = [store.key for store in stores[1:]]
     if not names or len(set(names)) < len(names):
-        raise fields.wrong("types", "node types of different names", names)
-    for row in fields.rows("relations"):
-        name = row.texts("name", 3)
-        if name[0] not in names or name[2] not in names:
-            raise row.wrong("name", f"a relation between the node types {names}", name)
-        relations.append(info(row, name, "edge", ("links",)))
-    known = [info.name for info in relations]
+        raise inner.wrong("types", "node types of different names", names)
+    for k, row in enumerate(inner.rows("relations")):
+        key = tuple(row.texts("name", 3))
+        if key[0] not in names or key[2] not in names:
+            raise row.wrong("name", f"a relation between the node types {names}", list(key))
+        totals = {"edge": row.count("count")}
+        stores.append(_store(row, key, f"relation.{k}/", totals, ("links",)))
+    known = [store.key for store in stores[1 + len(names) :]]
     if len(set(known)) < len(known):
-        raise fields.wrong("relations", "relations of different names", known)
-    return HeteroSchema(types, relations)
+        raise inner.wrong("relations", "relations of different names", known)
+    return stores
+
+
+def _store(
+    fields: Fields, key: Any, prefix: str, totals: dict[str, int], kinds: tuple[str, ...]
+) -> StoreInfo:
+    attributes, values = _attributes(fields, totals)
+    lists = _lists(fields, attributes, kinds)
+    return StoreInfo(key, prefix, totals, attributes, values, lists)
 
 
 def _attributes(

@@ -209,7 +209,7 @@ class GroupedEdges:
     """
 
     def __init__(self, scratch: Scratch, edge_index: Tensor, owner: Tensor, num_parts: int) -> None:
-        self._scratch, self._owner, self._targets = scratch, owner, edge_index[1]
+        self._owner, self._targets = owner, edge_index[1]
         self.counts = torch.zeros(num_parts, dtype=torch.long)
         count = edge_index.size(1)
         for piece in scratch.pieces("counting edges", count):
@@ -237,11 +237,8 @@ class GroupedEdges:
         """Returns the ids of the edges of part ``p``, ascending."""
         return self._columns[2].part(p)
 
-    def rows(self, values: Tensor) -> GroupedRows:
-        """Returns rows that belong to edges, grouped as these are."""
-        return grouped(self._scratch, values, self._owners, self.counts)
-
-    def _owners(self, piece: slice) -> Tensor:
+    def owners(self, piece: slice) -> Tensor:
+        """Returns the parts of a slice of the edges."""
         return self._owner[self._targets[piece].long()]
 
 

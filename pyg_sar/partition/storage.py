@@ -1,12 +1,11 @@
-"""The on-disk partition format: a folder of versioned JSON and one safetensors file per part.
+"""Partitions on the disk: a folder of versioned JSON and one safetensors file per part.
 
 .. code-block:: text
 
     root/metadata.json                       format, version, sizes, statistics, attributes, parts
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
-The tensors of a part are those of ``parts.py``, or of ``whole_graph.py`` for a heterogeneous graph.
-Versions 1 to 3, which had no covers, 4, which held node ids as they were, and 5 are still read.
+``schema.py`` declares the tensors of a part. Partitions of other versions are refused.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -50,15 +49,11 @@ from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
-from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
+from pyg_sar.partition.parts import decode_attributes, merge_parts
+from pyg_sar.partition.schema import VERSION, PartTensors
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.partition.unfinished import Unfinished, digest, unfinished_folder
-from pyg_sar.partition.whole_graph import (
-    VERSION,
-    merge_hetero,
-    prepare_hetero,
-    prepare_homogeneous,
-)
+from pyg_sar.partition.whole_graph import prepare
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.wording import counted
 
@@ -141,27 +136,30 @@ def write_partitions(
     root = root.resolve() if root.is_symlink() or not root.name else root
     _check_target(root, overwrite)
     limit = None if memory is None else parse_bytes(memory, "memory")
-    prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
     check_type("balance_training", balance_training, bool, "True or False")
-    given = data, num_parts, method, seed, report, node_ids, balance_training
+    how: dict[str, Any] = {
+        "node_ids": node_ids,
+        "levels": levels,
+        "balance_training": balance_training,
+    }
     if limit is None:
-        prepared = prepare(*given, levels=levels)
+        prepared = prepare(data, num_parts, method, seed, report, **how)
     unfinished: Unfinished | None = None
     folder: TemporaryFolder | None = None
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         if limit is not None:
-            asked = (*given[1:4], *given[5:], dict(levels or {}), limit)
-            unfinished = _resumed(root, data, asked, report)
+            how["levels"] = dict(levels or {})
+            unfinished = _resumed(root, data, (num_parts, method, seed, how, limit), report)
         if unfinished is None:
             folder = TemporaryFolder.beside(root)
             place = folder.path
         else:
             place = unfinished.folder
         if limit is not None:
-            grouped = place / "scratch"
-            grouped.mkdir()
-            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished), levels=levels)
+            (place / "scratch").mkdir()
+            scratch = Scratch(place / "scratch", limit, report, unfinished)
+            prepared = prepare(data, num_parts, method, seed, report, scratch=scratch, **how)
         header, statistics, tensors_of = prepared
         target = place / "parts"
         target.mkdir(exist_ok=True)
@@ -417,7 +415,7 @@ def _own_rows(value: Tensor, n_id: Tensor) -> Tensor:
 
 
 def _check(name: str, value: Any, metadata: PartitionMetadata) -> None:
-    if metadata.hetero is not None:
+    if metadata.hetero:
         raise ValueError("attributes are added to partitions with one type of nodes only")
     if name in RESERVED or name in metadata.attributes:
         raise ValueError(f"'{name}' is an attribute of the partition '{metadata.root}' already")
@@ -485,7 +483,7 @@ def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[s
         metadata: What :func:`read_metadata` gave.
         tensors: What :func:`read_part` gave.
     """
-    return decode_attributes(metadata.attributes, metadata.values, tensors)
+    return decode_attributes(metadata.attributes, metadata.stores[0].values, tensors)
 
 
 def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
@@ -497,9 +495,4 @@ def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
     metadata = read_metadata(root)
     parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
     check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
-    if metadata.hetero is not None:
-        return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
-    data = merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
-    n_id = [part["n_id"] for part in parts]
-    merge_lists(data, metadata.lists, parts, n_id, n_id)
-    return data
+    return merge_parts(metadata.stores, parts)

@@ -90,6 +90,11 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return register
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Returns the number of a tensor's memory, which no other has while that is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def version_of(tensor: Tensor) -> int:
     """Counts writes into a tensor; inference tensors don't, and are taken for constant."""
     return -1 if tensor.is_inference() else tensor._version

@@ -67,6 +67,27 @@ class Given(Recipe):
 
 
 @dataclass(frozen=True, slots=True)
+class Counted(Recipe):
+    """All edges of one process, whose ids are 0 to ``count - 1``: made when they are asked for."""
+
+    count: int
+    device: torch.device
+
+    def known(self) -> bool:
+        return True
+
+    def bounds(self) -> list[int]:
+        return [self.count]
+
+    def ids(self, bounds: Iterator[int]) -> tuple[Tensor, int]:
+        return self.numbers(), next(bounds)
+
+    def numbers(self) -> Tensor:
+        """Returns the ids ``[count]``."""
+        return torch.arange(self.count, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
 class Selected(Recipe):
     """Edges of another list, in its order; ``columns`` are ``None`` where the order is another."""
 

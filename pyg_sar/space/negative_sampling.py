@@ -30,7 +30,7 @@ def sampled_pairs(
 ) -> tuple[DistEdgeIndex, Tensor, int]:
     """Draws pairs of nodes that are not edges of the whole graph. Collective.
 
-    See :func:`pyg_sar.negative_sampling`.
+    See :func:`pyg_sar.nn.negative_sampling`.
 
     Args:
         edge_index: Of a graph of one node type, not flipped.

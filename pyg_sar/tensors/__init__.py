@@ -5,6 +5,7 @@ from pyg_sar.tensors import batches as batches
 from pyg_sar.tensors import functions as functions
 from pyg_sar.tensors import indexing as indexing
 from pyg_sar.tensors import items as items
+from pyg_sar.tensors import neighbors as neighbors
 from pyg_sar.tensors import norms as norms
 from pyg_sar.tensors import pointwise as pointwise
 from pyg_sar.tensors import products as products

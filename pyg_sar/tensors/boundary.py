@@ -140,18 +140,28 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
             f"Expected 'rows' to be a plain tensor with this worker's rows (got "
             f"{type(rows).__name__})"
         )
-    layout = data.rows if isinstance(data, NodeTensor) else _nodes_of(data)
-    if layout is None:
-        raise ValueError(
-            "Expected 'data' to be what pyg_sar.load_partition gave, a node store of it, or a node "
-            f"tensor (got {type(data).__name__})"
-        )
+    layout = rows_of(data)
     if rows.size(0) != layout.count:
         raise ValueError(
             f"Expected 'rows' to have this worker's {layout.count} of {layout.total} rows (got "
             f"shape {list(rows.shape)} at rank {layout.comm.rank}): see x.to_local()"
         )
     return cast(NodeTensor, FromLocal.apply(rows, layout, 0))
+
+
+def rows_of(data: Any) -> Rows:
+    """Returns the layout of a graph's nodes, of those of a type, or of a node tensor.
+
+    Raises:
+        ValueError: ``data`` has no node tensors.
+    """
+    layout = data.rows if isinstance(data, NodeTensor) else _nodes_of(data)
+    if layout is None:
+        raise ValueError(
+            "Expected 'data' to be what pyg_sar.load_partition gave, a node store of it, or a node "
+            f"tensor (got {type(data).__name__})"
+        )
+    return layout
 
 
 def _nodes_of(data: Any) -> Rows | None:

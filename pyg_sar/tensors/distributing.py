@@ -10,6 +10,8 @@ well what the others need of it, and nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,17 +34,39 @@ def distributed_edges(edge_index: Tensor, sources: Rows, targets: Rows) -> NodeT
         sources: The layout of the source nodes.
         targets: That of the target nodes; the same object where these are nodes of one type.
     """
+    if not isinstance(edge_index, NodeTensor):
+        return _distributed(list(edge_index), None, edge_index.size(1), sources, targets)
+    comm = sources.comm
+    found = torch.cat([edge_index.local, edge_index.rows.ids.view(1, -1)])
+    order, first = sort_edges(_of(targets.places()[0], found[1]), comm.world_size)
+    parts = found.t().index_select(0, order).split(first.diff().tolist())
+    here = torch.cat(all_to_all(parts, comm))
+    *ends, numbers = here.index_select(0, here[:, 2].argsort()).unbind(1)
+    return edges_at_targets(ends, numbers, edge_index.size(1), sources, targets)
+
+
+def edges_at_targets(
+    ends: Sequence[Tensor], numbers: Tensor, total: int, sources: Rows, targets: Rows
+) -> NodeTensor:
+    """Returns distributed edges, of which each worker has those into its own nodes. Collective.
+
+    Args:
+        ends: Sources and targets by global ids, int64 ``[E_p]`` each.
+        numbers: The edges' places among all, ascending, ``[E_p]``.
+        total: All edges, E.
+        sources: The layout of the source nodes.
+        targets: That of the target nodes; the same object where these are nodes of one type.
+    """
+    return _distributed(ends, numbers, total, sources, targets)
+
+
+def _distributed(
+    ends: Sequence[Tensor], numbers: Tensor | None, total: int, sources: Rows, targets: Rows
+) -> NodeTensor:
+    """Returns distributed edges: of all edges without ``numbers``, else of those into own nodes."""
     comm = sources.comm
     world, rank = comm.world_size, comm.rank
     worker = targets.places()[0]
-    if isinstance(edge_index, NodeTensor):
-        found = torch.cat([edge_index.local, edge_index.rows.ids.view(1, -1)])
-        order, first = sort_edges(_of(worker, found[1]), world)
-        parts = found.t().index_select(0, order).split(first.diff().tolist())
-        here = torch.cat(all_to_all(parts, comm))
-        *ends, numbers = here.index_select(0, here[:, 2].argsort()).unbind(1)
-    else:
-        ends, numbers = list(edge_index), None
     # Edges by the worker of their target, and that of their source.
     key = _of(worker, ends[1]).mul_(world).add_(_of(sources.places()[0], ends[0]))
     order, first = sort_edges(key, world * world)
@@ -63,7 +87,7 @@ def distributed_edges(edge_index: Tensor, sources: Rows, targets: Rows) -> NodeT
     ids = ids if numbers is None else _of(numbers, ids)
     local = torch.stack([_of(source, by_unit), _of(target, by_unit)]).long()
     count = None if sources is targets else targets.count
-    rows = Rows(comm, edge_index.size(1), ids.numel(), ids)
+    rows = Rows(comm, total, ids.numel(), ids)
     index = dist_edge_index(local, plan, targets=count).ordered(ids)
     if targets.compared is not None:
         index.partial = Partial(None)

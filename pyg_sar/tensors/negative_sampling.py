@@ -39,7 +39,7 @@ def negative_sampling(
 
     .. code-block:: python
 
-        pairs = pyg_sar.negative_sampling(data.edge_index)
+        pairs = pyg_sar.nn.negative_sampling(data.edge_index)
         score = (z[pairs[0]] * z[pairs[1]]).sum(-1)
 
     Every worker draws all pairs: it holds about 110 bytes per pair while it does so (Python's

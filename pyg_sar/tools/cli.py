@@ -284,7 +284,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         arguments,
         model=_settings(ModelConfig, arguments, name=arguments.model),
         train=_settings(TrainConfig, arguments),
-        policy=_settings(SARPolicy, arguments),
+        policy=_settings(SARPolicy, arguments, random="keyed"),
         sampler=_sampler(arguments),
         checkpoint_every=_given(arguments.checkpoint_every, 10),
         resume=resume,

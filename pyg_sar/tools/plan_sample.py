@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_sar.errors import PartitionError
+from pyg_sar.partition.attributes import concatenate_rows, decode, select_rows, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
-from pyg_sar.partition.storage import write_partitions
+from pyg_sar.partition.schema import PartTensors
+from pyg_sar.partition.storage import read_part, write_partitions
 
 MOST_PARTS = 8
 """Parts of a published partition that are tried, if they have its halo rows."""
@@ -130,32 +130,24 @@ def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
         PartitionError: There is no partition, or a part is missing.
     """
     metadata = read_metadata(root)
-    if metadata.hetero is not None:
+    if metadata.hetero:
         raise ValueError(f"'{root}' holds a heterogeneous graph, which plan() can't predict yet")
-    return [_read_shape(_file(metadata, p), p) for p in range(metadata.num_parts)]
+    return [
+        _shape_of(read_part(root, p, verify=False, metadata=metadata), p)
+        for p in range(metadata.num_parts)
+    ]
 
 
-def _file(metadata: PartitionMetadata, part: int) -> Path:
-    path = metadata.root / metadata.parts[part].file
-    if not path.is_file():
-        raise PartitionError(f"'{path}' is missing; plan() reads all parts of the partition")
-    return path
-
-
-def _read_shape(path: Path, part: int) -> PartShape:
-    with safe_open(path, framework="pt") as file:
-        halo = file.get_tensor("halo_counts")
-        nodes = file.get_slice("n_id").get_shape()[0]
-        source, target = file.get_tensor("edge_index")
-        boundary = file.get_tensor("send_index").unique().numel()
-    ends = nodes + halo.cumsum(0)
-    owner = torch.bucketize(source, ends, right=True)
+def _shape_of(tensors: PartTensors, part: int) -> PartShape:
+    halo, nodes = tensors["halo_counts"], tensors["n_id"].numel()
+    source, target = tensors["edge_index"]
+    owner = torch.bucketize(source, nodes + halo.cumsum(0), right=True)
     owner[source < nodes] = part
     return PartShape(
         nodes=nodes,
         halo=halo.tolist(),
         edges=torch.bincount(owner, minlength=halo.numel()).tolist(),
-        boundary=boundary,
+        boundary=tensors["send_index"].unique().numel(),
         loops=int((source == target).sum()),
     )
 
@@ -213,15 +205,19 @@ def _scaled(count: int, share: float) -> int:
 def _attributes(
     metadata: PartitionMetadata, nodes: list[int], edges: list[int]
 ) -> dict[str, Tensor]:
-    """Returns attributes with a row per node or edge, of the first rows of each part."""
-    found: dict[str, list[Tensor]] = {}
+    """Returns tensors with a row per node or edge, of the first rows of each part."""
+    rows: dict[str, list[dict[str, Tensor]]] = {}
+    split = {name: of for name, of in metadata.attributes.items()
+             if of.level != "graph" and of.layout != "strings"}  # fmt: skip
     for p, (n, e) in enumerate(zip(nodes, edges, strict=True)):
-        with safe_open(_file(metadata, p), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                level, _, name = key.partition(".")
-                if level in ("node", "edge") and "." not in name:
-                    want = n if level == "node" else e
-                    rows = file.get_slice(key)[:want]
-                    index = torch.arange(want) % max(rows.size(0), 1)
-                    found.setdefault(name, []).append(rows[index])
-    return {name: torch.cat(rows) for name, rows in found.items()}
+        part, info = read_part(metadata.root, p, verify=False, metadata=metadata), metadata.parts[p]
+        for name, of in split.items():
+            count, there = (n, info.num_nodes) if of.level == "node" else (e, info.num_edges)
+            tensors = {suffix: part[full] for suffix, full in tensor_names(name, of).items()}
+            first = torch.arange(count) % max(there, 1)
+            rows.setdefault(name, []).append(select_rows(of, tensors, first))
+    found = {}
+    for name, pieces in rows.items():
+        form = "tensor" if split[name].layout == "dense" else split[name].form
+        found[name] = decode(replace(split[name], form=form), concatenate_rows(split[name], pieces))
+    return found

@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ class RunConfig:
     parts: str
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    policy: SARPolicy = field(default_factory=SARPolicy)
+    policy: SARPolicy = field(default_factory=partial(SARPolicy, random="keyed"))
     mfg: Literal["auto", "on", "off"] = "off"
     labels: float | None = None
     sampler: NeighborSampling | None = None
@@ -173,9 +174,8 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     columns = 0 if config.labels is None else classes
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
-    policy = replace(config.policy, random=config.policy.random or "keyed")
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), policy),
+        distribute(stock.build().to(comm.device), config.policy),
         data,
         config.train,
         forward=call_of(config.model.name, data, columns),

@@ -30,15 +30,15 @@ from torch_geometric.transforms import BaseTransform
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
-from pyg_sar.partition.metadata import VERSION, read_metadata
+from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.node_lists import is_named
+from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import (
     merge_partitions,
     read_part,
     remove_partition,
     write_partitions,
 )
-from pyg_sar.partition.whole_graph import store_tensors
 from pyg_sar.tensors import (
     NodeMatrix,
     NodeTensor,
@@ -326,12 +326,12 @@ def owners_of(root: str | Path) -> Owners:
     """Returns the part of each node of a partition; of a heterogeneous one by node type."""
     metadata = read_metadata(root)
     rows = [read_part(root, p, verify=False, metadata=metadata) for p in range(metadata.num_parts)]
-    if metadata.hetero is None:
-        return _owners(metadata.num_nodes, [part["n_id"] for part in rows])
-    return {
-        info.name[0]: _owners(info.count, [store_tensors(part, "type", k)["n_id"] for part in rows])
-        for k, info in enumerate(metadata.hetero.types)
+    owners = {
+        group.ends[0]: _owners(group.total, [group.ids(part) for part in rows])
+        for group in metadata.groups()
+        if group.kind == "node"
     }
+    return owners if metadata.hetero else owners[""]
 
 
 def _owners(count: int, n_ids: list[Tensor]) -> Tensor:

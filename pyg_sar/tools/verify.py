@@ -28,6 +28,7 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import TemporaryFolder, check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.partition.levels import check_levels, levels_of
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_lists import NodeIds, said_of, without_lists
@@ -440,7 +441,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
 
 def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
     """Returns how a layer ran on this worker."""
-    choices = layer.__dict__.get("_choices", {}).values()
+    choices = facts_of(layer).choices.values()
     label = layer.ledger_name
     return LayerReport(
         name=name,
@@ -450,5 +451,5 @@ def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
         resident_rows=ledger.peak_resident_rows(label),
         halo_rows=halo,
-        transforms_first=layer.__dict__.get("_transforms_first", False),
+        transforms_first=facts_of(layer).transforms_first,
     )

@@ -10,6 +10,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Ledger
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.wording import aligned, counted
 
 PHASES = ("forward", "backward")
@@ -21,7 +22,7 @@ def backward_case(layer: Any) -> int:
     2: it gets source rows again, and runs the message again; 1: neither, as the sums suffice; 0:
     it has kept all messages.
     """
-    choices = layer.__dict__.get("_choices", {}).values()
+    choices = facts_of(layer).choices.values()
     needs = [choice.needs for choice in choices if choice.needs is not None]
     if not needs:
         return 0

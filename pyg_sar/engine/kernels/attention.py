@@ -185,7 +185,7 @@ class SoftmaxAttention(Kernel):
             gradients = replace(gradients, edge_attr=part)
         numbered = shard.edge_attr is not None or shard.drop_key is not None
         attention_backward_sources_(gradients, shard, cotangent, block.transposed(numbered))
-        if shard.kind != "additive":
+        if not shard.score.by_source:
             attention_backward_targets_(gradients, shard, cotangent, block.segments)
         if "edge_attr" in sums and not isinstance(columns, slice):
             sums["edge_attr"][columns] = _present(gradients.edge_attr)
@@ -301,7 +301,7 @@ class AttentionBackward(Pass):
             self.slots = [*known, *(_queries(given) if kernel.mode == 1 else ())]
             self.answers = [self._totals["query"]] if "query" in self._totals else []
             # Edges that are gone through by source alone find slots by an index.
-            in_place = given.kind == "additive" and kernel.mode == 1
+            in_place = given.score.by_source and kernel.mode == 1
             self.use_slots = Use.IN_PLACE if in_place else Use.PASSES
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
@@ -332,7 +332,7 @@ class AttentionBackward(Pass):
         if rows.index is None:
             gradients = AttentionGradients(**sums)
             attention_backward_sources_(gradients, there, about, edges)
-            if own.kind != "additive":
+            if not own.score.by_source:
                 attention_backward_targets_(gradients, there, about, block.segments)
             return
         # Slots are read where they lie.
@@ -435,7 +435,7 @@ def covers_of(
     there = split_edges(edge_index, nearest_costs(*forward), None, numbered=numbered)
     if not record:
         return Covers(there)
-    costs, by_source = nearest_costs(*backward), attention.kind == "additive"
+    costs, by_source = nearest_costs(*backward), attention.score.by_source
     near = ALL_PUSHED if by_source else None
     back = split_edges(edge_index, costs, near, numbered=numbered, by_source=by_source)
     return Covers(there, back)

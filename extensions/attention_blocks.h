@@ -1,0 +1,151 @@
+// What scores and passes of attention do with a block of edges.
+//
+// All of it is inlined into a pass, so that this is compiled as a whole for a processor.
+#pragma once
+
+#include "attention_terms.h"
+
+namespace pyg_sar::attention {
+
+// keep[e, h] = 0 where dropped, else the factor of what isn't
+template <class T>
+PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
+  if (t.drop_words > 0) {
+    for (int64_t e = 0; e < n; ++e) {
+      const int32_t* words = t.drop_key + t.number(first + e) * t.drop_words;
+      for (int64_t h = 0; h < t.heads; ++h) {
+        const uint32_t word = static_cast<uint32_t>(words[h / 32]);
+        b.keep[e * t.heads + h] = (word >> (h % 32) & 1) != 0 ? t.kept : T(0);
+      }
+    }
+    return;
+  }
+  for (int64_t e = 0; e < n; ++e) {
+    const uint32_t key = static_cast<uint32_t>(t.drop_key[t.number(first + e)]);
+    for (int64_t h = 0; h < t.heads; ++h) b.hash[e * t.heads + h] = key + t.seed_low;
+  }
+  const uint32_t *hash = b.hash, *head = b.head, limit = t.threshold;
+  T* keep = b.keep;
+  const T kept = t.kept;
+  PYG_SAR_LANES(n * t.heads, b.size,
+                keep[k] = mixed(mixed(hash[k]) ^ head[o]) >= limit ? kept : T(0);)
+}
+
+// The row of an edge plus its edge term, in b.row.
+template <class T>
+PYG_SAR_INLINE Rows<T> with_edge(const Terms<T>& t, const Buffers<T>& b, const Rows<T>& rows,
+                                 int64_t e, int64_t first) {
+  add_edge_term(b.row, rows.at(e), t.attr(first + e), t.edge_weight, t.features, t.width());
+  return {b.row, 0, rows.index, 1, 0, rows.heads, rows.channels, 0};
+}
+
+// b.fixed = <att, x> by head, for mixed scores
+template <class T>
+PYG_SAR_INLINE void fix_sum(const Terms<T>& t, const Buffers<T>& b, const T* att, const T* x) {
+  for (int64_t h = 0; h < t.heads; ++h) {
+    b.heads[h] = inner_product(att + h * t.channels, x + h * t.channels, t.channels);
+  }
+  fill_tile(b.fixed, static_cast<const T*>(b.heads), t.heads, b.size);
+}
+
+// Whether a score goes through a leaky ReLU at last.
+template <class Score, class T>
+PYG_SAR_INLINE bool leaks(const Terms<T>& t) {
+  return Score::kLeaks && t.slope != T(1);
+}
+
+// Where exp() may overwrite the scores: beside them where their signs are asked for later.
+template <class Score, class T>
+PYG_SAR_INLINE T* leaked(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+  if (!leaks<Score>(t)) return b.score;
+  leak(b.leaked, b.score, t.slope, count);
+  return b.leaked;
+}
+
+// b.inner = dL/dscore before the leaky ReLU, of that behind it
+template <class Score, class T>
+PYG_SAR_INLINE void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+  if (!leaks<Score>(t)) return;
+  T* inner = b.inner;
+  const T *before = b.score, slope = t.slope;
+  PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
+                inner[k] = before[k] > T(0) ? inner[k] : down;)
+}
+
+// sums[h] += s of all edges
+template <class T>
+PYG_SAR_INLINE void sum_edges(const Terms<T>& t, const Buffers<T>& b, T* sums, T* s,
+                              int64_t count) {
+  T* lanes = b.lanes;
+  std::fill(s + count, s + padded(count), T(0));
+  std::fill_n(lanes, b.size, T(0));
+  PYG_SAR_LANES(count, b.size, lanes[o] += s[k];)
+  add_lanes(sums, lanes, t.heads, b.size);
+}
+
+// out[h, c] += by[h] * x[h, c]
+template <class T>
+PYG_SAR_INLINE void add_by_head(const Terms<T>& t, T* out, const T* by, const T* x) {
+  for (int64_t h = 0; h < t.heads; ++h) {
+    add_scaled(out + h * t.channels, by[h], x + h * t.channels, t.channels);
+  }
+}
+
+// out[e, h] += by * <attr[e], of[h]>, 'of' [heads, features] of each edge's target
+template <class T>
+PYG_SAR_INLINE void add_edge_products(const Terms<T>& t, T* out, T by, const T* of, int64_t e,
+                                      int64_t first) {
+  const T* attr = t.attr(first + e);
+  for (int64_t h = 0; h < t.heads; ++h) {
+    out[e * t.heads + h] += by * inner_product(attr, of + h * t.features, t.features);
+  }
+}
+
+// acc[h, d] += sum over edges of w[e, h] * attr[e, d]
+template <class T>
+PYG_SAR_INLINE void sum_edge_attr(const Terms<T>& t, T* acc, const T* w, int64_t first, int64_t n) {
+  for (int64_t e = 0; e < n; ++e) {
+    const T* attr = t.attr(first + e);
+    for (int64_t h = 0; h < t.heads; ++h) {
+      add_scaled(acc + h * t.features, w[e * t.heads + h], attr, t.features);
+    }
+  }
+}
+
+// acc[h, c] += by * sum over d of summed[h, d] * edge_weight[d, h, c]
+template <class T>
+PYG_SAR_INLINE void add_edge_rows(const Terms<T>& t, T* acc, T by, const T* summed) {
+  for (int64_t d = 0; d < t.features; ++d) {
+    for (int64_t h = 0; h < t.heads; ++h) {
+      const int64_t at = h * t.channels;
+      add_scaled(acc + at, by * summed[h * t.features + d], t.edge_weight + d * t.width() + at,
+                 t.channels);
+    }
+  }
+}
+
+// inner = keep * <grad_out, value>; weight = alpha * keep; inner = alpha * (inner - delta)
+template <class T>
+PYG_SAR_INLINE void score_gradients(const Buffers<T>& b, const T* alpha, const T* delta,
+                                    bool by_lane, bool drops, int64_t count) {
+  T *weight = b.weight, *inner = b.inner;
+  const T* keep = b.keep;
+  const int64_t length = by_lane ? b.size : kLanes;
+  if (drops) {
+    if (by_lane) {
+      PYG_SAR_LANES(count, length, weight[k] = alpha[k] * keep[k];
+                    inner[k] = alpha[k] * (keep[k] * inner[k] - delta[o]);)
+    } else {
+      PYG_SAR_LANES(count, length, (void)o; weight[k] = alpha[k] * keep[k];
+                    inner[k] = alpha[k] * (keep[k] * inner[k] - delta[k]);)
+    }
+  } else if (by_lane) {
+    PYG_SAR_LANES(count, length, weight[k] = alpha[k];
+                  inner[k] = alpha[k] * (inner[k] - delta[o]);)
+  } else {
+    PYG_SAR_LANES(count, length, (void)o; weight[k] = alpha[k];
+                  inner[k] = alpha[k] * (inner[k] - delta[k]);)
+  }
+}
+
+}  // namespace pyg_sar::attention

@@ -1,0 +1,181 @@
+"""Facts about a layer: if its methods are PyG's own, and what earlier calls have shown."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.nn.dense import linear
+
+# Methods and hooks ############################################################
+
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@cache
+def hook_names(*methods: str) -> tuple[str, ...]:
+    """Returns the attributes that hold hooks around methods of a PyG layer."""
+    return tuple(f"_{name}_forward{when}_hooks" for name in methods for when in ("_pre", ""))
+
+
+def hooks_of(layer: Any, *methods: str) -> list[Any]:
+    """Returns the hooks before and after methods of a layer, such as ``'message'``."""
+    registered = [layer.__dict__.get(name) for name in hook_names(*methods)]
+    return [hook for hooks in registered if hooks for hook in hooks.values()]
+
+
+def hooked(layer: Any, method: str, arguments: Any, *inputs: Any) -> Any:
+    """Returns what a method of a PyG layer gives with the hooks before and after it."""
+    before, after = hook_names(method)
+    for hook in getattr(layer, before).values():
+        result = hook(layer, (arguments,))
+        if result is not None:
+            arguments = result[0] if isinstance(result, tuple) else result
+    out = getattr(layer, method)(*inputs, **arguments)
+    for hook in getattr(layer, after).values():
+        result = hook(layer, (arguments,), out)
+        out = out if result is None else result
+    return out
+
+
+def pristine(layer: Any, *methods: str, of: type | None = None) -> bool:
+    """Returns whether methods of a layer are those of its class, with no hooks around them.
+
+    Args:
+        layer: The layer.
+        methods: Names of methods.
+        of: The class whose methods they must be; ``None``: the layer's own class.
+    """
+    own, attributes = type(layer), layer.__dict__
+    for name in methods:
+        if name in attributes or (of is not None and getattr(own, name) is not getattr(of, name)):
+            return False
+    return not any(map(attributes.get, hook_names(*methods)))
+
+
+def is_plain_module(module: Any, *kinds: type) -> bool:
+    """Returns whether a module is of one of these very classes, without hooks around its call."""
+    own: Any = getattr(module, "__dict__", {})
+    return type(module) in kinds and "forward" not in own and not any(map(own.get, MODULE_HOOKS))
+
+
+# Facts ########################################################################
+
+
+@dataclass
+class LayerFacts:
+    """Facts that calls of a layer have shown. A copy starts without, on all workers alike.
+
+    Attributes:
+        before_tiles: Attributes that a message has set, as they were before it ran. A copy keeps
+            them.
+        choices: How kinds of calls run (:class:`pyg_sar.engine.analysis.Choice`).
+        steady: The same by all that decides how a plain call runs, which may run at once.
+        rows: What the messages of kinds of calls do with rows, whatever the policy.
+        edge_updates: Attributes that ``edge_update`` of all edges leaves, with a row per edge.
+        silent: Kinds of calls that draw no random numbers.
+        edge_sets: Those that ``edge_update`` of all edges has set since the last ``propagate``.
+        transforms_first: The last call mapped source rows before it summed them.
+        warned: It was said that all of the halo is fetched at once.
+        not_fused: Values of ``training`` in which no kernel is for it on one process.
+        only_fused: The present call is worth it for the kernels alone.
+        identity: An object of this layer alone, for keys.
+    """
+
+    before_tiles: dict[str, Any] = field(default_factory=dict)
+    choices: dict[Any, Any] = field(default_factory=dict)
+    steady: dict[Any, Any] = field(default_factory=dict)
+    rows: dict[Any, Any] = field(default_factory=dict)
+    edge_updates: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    silent: set[Any] = field(default_factory=set)
+    edge_sets: dict[str, Any] = field(default_factory=dict)
+    transforms_first: bool = False
+    warned: bool = False
+    not_fused: set[bool] = field(default_factory=set)
+    only_fused: bool = False
+    identity: object = field(default_factory=object)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerFacts:
+        return LayerFacts(copy.deepcopy(self.before_tiles, memo))
+
+    def __reduce__(self) -> Any:
+        return LayerFacts, (self.before_tiles,)
+
+
+def facts_of(layer: Any) -> LayerFacts:
+    """Returns the facts about a layer."""
+    attributes = layer.__dict__
+    if "_facts" not in attributes:
+        attributes["_facts"] = LayerFacts()
+    facts: LayerFacts = attributes["_facts"]
+    return facts
+
+
+# Random numbers ###############################################################
+
+_WORDS = re.compile(
+    r"dropout|drop|rand|bernoulli|multinomial|normal_\(|gauss|uniform_\(|_sampl|sampling|sampler|"
+    r"\.sample|noise|exponential_|gumbel|generator",
+    re.IGNORECASE,
+)
+_PLAIN = (
+    *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
+    *(nn.BatchNorm1d, nn.LayerNorm, linear.Linear, linear.HeteroLinear, linear.HeteroDictLinear),
+)
+
+
+def draws_nothing(layer: nn.Module) -> bool:
+    """Returns whether it is sure that a layer draws no random numbers in a call.
+
+    So it is of PyG's own classes whose modules say nothing of randomness in their source, but for
+    dropout whose probability is 0 or, in evaluation, any: PyG's and PyTorch's own modules ask their
+    ``training`` for it. A user's module may draw in evaluation, too.
+    """
+    if getattr(layer, "_edge_mask", None) is not None:
+        return False
+    return all(_is_silent(module) for module in layer.modules())
+
+
+def _is_silent(module: Any) -> bool:
+    kind: Any = type(module)
+    if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
+        return True
+    words = _words(kind)
+    own = _OWN_METHODS & vars(module).keys()
+    if words is None or words - {"dropout"} or any(_is_users(vars(module)[n]) for n in own):
+        return False
+    drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
+    return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
+
+
+def _is_users(method: Any) -> bool:
+    """Returns whether a method was put on a layer by its user, not meanwhile by this package."""
+    return not str(getattr(method, "__module__", "")).startswith("pyg_sar.")
+
+
+_HOOKS = ("forward_hooks", "forward_pre_hooks")
+_OWN_METHODS = frozenset({"forward", "message", "aggregate", "update", "edge_update", "propagate"})
+
+
+@cache
+def _words(kind: type) -> frozenset[str] | None:
+    """Returns words of randomness around a class of PyG; ``None`` of others'."""
+    if not issubclass(kind, MessagePassing | Aggregation):
+        return None
+    found: set[str] = set()
+    for base in kind.__mro__:
+        home = base.__module__
+        own = home.startswith(("torch_geometric.nn.conv.", "torch_geometric.nn.aggr."))
+        if own and base not in (MessagePassing, Aggregation):
+            found |= set(map(str.lower, _WORDS.findall(inspect.getsource(sys.modules[home]))))
+        elif not own and not home.startswith(("torch.", "builtins", "pyg_sar.", "typing", "abc")):
+            return None
+    return frozenset(found)

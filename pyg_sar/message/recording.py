@@ -1,0 +1,248 @@
+"""The operators of a run of a message, and the questions that they answer.
+
+They are those below autograd (``aten``), of which every other is composed, with their arguments and
+results. Tensors are followed by their memory, so that views and writes in place need no care.
+
+[Note: products] ``edge_weight.view(-1, 1) * x_j`` is the message of GCNConv, GraphConv and many
+others. That a message is one is read off what it does: one multiplication, of the source rows and
+of a view of a tensor with one number per edge, and nothing else that touches any of the three.
+
+[Note: reads of nodes] ``x_j`` and ``x_i`` are read by the edges' ends, over workers too. A message
+that indexes a tensor of this worker's nodes itself, with ids that came with an edge or that it
+computed, would read this worker's rows where it means another's. Such a tensor can't be told from a
+table of something else but by its number of rows: it is one of nodes if it has this worker's number
+on every worker. Parameters and buffers are the same everywhere, and therefore tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pyg_sar.message.program import TileProgram
+from pyg_sar.space.distributed_index import storage_of
+
+_VIEWS = frozenset({
+    "_reshape_alias", "_unsafe_view", "alias", "detach", "slice", "unsqueeze", "view",
+})  # fmt: skip
+_READERS = frozenset({"_unsafe_index", "embedding", "gather", "index", "index_select", "take"})
+_REDUCES = ("index_add", "scatter")
+
+
+class Recording(TorchDispatchMode):
+    """Keeps what runs meanwhile, and what autograd saves of it.
+
+    Args:
+        before: What was recorded already, if it goes on from there.
+
+    Attributes:
+        calls: Operators, their arguments by place and by name, and their results.
+        saved: Tensors that autograd has saved.
+    """
+
+    def __init__(self, before: Recording | None = None) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = [] if before is None else [*before.calls]
+        self.saved: list[Tensor] = [] if before is None else [*before.saved]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Returns what keeps the tensors that autograd saves meanwhile."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.saved.append(tensor)
+        return tensor.detach()  # an alias, or an operator's output would own itself
+
+    def saved_bytes(self, known: Iterable[Tensor]) -> int:
+        """Returns the bytes that autograd keeps, but for tensors that are there anyway."""
+        held = {storage_of(t) for t in known}
+        kept: dict[int, int] = {}
+        for t in self.saved:
+            if storage_of(t) not in held and not isinstance(t, torch.nn.Parameter):
+                most = t.untyped_storage().nbytes()
+                kept[storage_of(t)] = min(t.numel() * t.element_size(), most)
+        return sum(kept.values())
+
+    def needs_values(self, sources: Iterable[Tensor]) -> bool:
+        """Returns whether anything that derives from these is saved, or leaves the operators."""
+        derived = {storage_of(t) for t in sources}
+        for _, args, kwargs, out in self.calls:
+            if any(storage_of(t) in derived for t in tensors_in(args, kwargs)):
+                if any(r is not None and not isinstance(r, Tensor) for r in tree_leaves(out)):
+                    return True
+                derived |= {storage_of(t) for t in tensors_in(out)}
+        return any(storage_of(t) in derived for t in self.saved)
+
+    def reads_nodes(self, counts: Iterable[int], own: Iterable[Tensor], targets: Tensor) -> bool:
+        """Returns whether rows of a node tensor are read by others than the targets' index.
+
+        See [Note: reads of nodes].
+
+        Args:
+            counts: This worker's numbers of nodes (of the sources, of the targets).
+            own: Values of the edges at hand, and tables.
+            targets: The index.
+        """
+        lengths, index = set(counts) - {0}, storage_of(targets)
+        made, nodes = {storage_of(t) for t in (*own, targets)}, set[int]()
+        for func, args, kwargs, out in self.calls:
+            inputs = tensors_in(args, kwargs)
+            outside = (t for t in inputs if storage_of(t) not in made)
+            nodes |= {storage_of(t) for t in outside if _is_long(t, lengths)}
+            if _name(func) in _READERS and storage_of(args[0]) in nodes:
+                ids = [t for t in inputs[1:] if t.dtype in (torch.int64, torch.int32) and t.dim()]
+                if ids and all(storage_of(t) != index for t in ids):
+                    return True
+            of_nodes = any(storage_of(t) in nodes for t in inputs)
+            for t in tensors_in(out):
+                if of_nodes and _is_long(t, lengths):
+                    nodes.add(storage_of(t))
+                elif storage_of(t) not in nodes:
+                    made.add(storage_of(t))
+        return False
+
+    def replayed(
+        self,
+        first: Mapping[int, Tensor],
+        changes: Mapping[int, Callable[[Tensor], Any]],
+        wanted: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Runs the operators again, and returns what stands for some of their results.
+
+        Args:
+            first: Contents of memory before the first of them, by number; other memory holds what
+                it held.
+            changes: What to do with a reduction over targets after it, by its memory's number.
+            wanted: The results, of which those that are changed are returned as before.
+        """
+        memory: dict[int, torch.UntypedStorage] = {}
+        before: dict[int, Tensor] = {}
+
+        def now(old: Tensor) -> Tensor:
+            key = storage_of(old)
+            if key not in memory:
+                memory[key] = first.get(key, old).untyped_storage().clone()
+            place = old.storage_offset(), old.shape, old.stride()
+            return old.new_empty(0).set_(memory[key], *place)
+
+        for func, args, kwargs, out in self.calls:
+            args, kwargs = tree_map_only(Tensor, now, (args, kwargs))
+            again = func(*args, **kwargs)
+            for old, new in zip(tensors_in(out), tensors_in(again), strict=True):
+                key = storage_of(old)
+                memory.setdefault(key, new.untyped_storage())
+                if key in changes and _name(func).startswith(_REDUCES):
+                    before[key] = now(old).clone()
+                    changes[key](now(old))
+        return [before.get(storage_of(tensor), now(tensor)) for tensor in wanted]
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Returns the tensors with memory in nested lists, tuples and dicts."""
+    leaves = tree_leaves(values)
+    return [t for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.rpartition("::")[2])
+
+
+def _is_long(tensor: Tensor, lengths: set[int]) -> bool:
+    return tensor.dim() > 0 and tensor.size(0) in lengths
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Products #####################################################################
+
+
+class Products:
+    """Products of source rows and numbers of edges. See [Note: products].
+
+    Args:
+        recording: A run of a message.
+        program: The message.
+        values: The operands' rows that it ran on.
+    """
+
+    def __init__(self, recording: Recording, program: TileProgram, values: Sequence[Any]) -> None:
+        sources, weights = (
+            {k: values[k] for k in program.numbers(role) if program.operands[k].axis == 0}
+            for role in ("source", "edge")
+        )
+        self._changed = self._other = False
+        self._found: tuple[int, int] | None = None
+        self._product: Tensor | None = None
+        watched = {storage_of(t) for t in (*sources.values(), *weights.values())}
+        for func, args, kwargs, out in recording.calls:
+            inputs = tensors_in(args, kwargs)
+            if _name(func) in _VIEWS or not any(storage_of(t) in watched for t in inputs):
+                continue
+            self._changed |= func._schema.is_mutable
+            multiplies = _name(func) == "mul" and func._overloadname == "Tensor"
+            if not multiplies or self._product is not None:
+                self._other = True
+                continue
+            self._product = out
+            watched.add(storage_of(out))
+            if len(inputs) == 2:
+                self._found = _factors(inputs[0], inputs[1], sources, weights)
+
+    def is_source(self, messages: Sequence[Tensor], rows: Tensor | None) -> bool:
+        """Says if all messages are ``rows``, the source rows as they were."""
+        return not self._changed and all(one is rows for one in messages)
+
+    def found(self, messages: Sequence[Tensor]) -> tuple[int, int] | None:
+        """Returns the operands whose product all messages are: source rows and numbers of edges."""
+        product = self._product
+        if self._other or product is None or not all(_is(one, product) for one in messages):
+            return None
+        return self._found
+
+
+def _factors(
+    a: Tensor, b: Tensor, sources: Mapping[int, Tensor], weights: Mapping[int, Tensor]
+) -> tuple[int, int] | None:
+    for rows, factor in ((a, b), (b, a)):
+        for k, source in sources.items():
+            for n, weight in weights.items():
+                if _is(rows, source) and _is_column(factor, weight, rows):
+                    return k, n
+    return None
+
+
+def _is(a: Tensor, b: Tensor | None) -> bool:
+    """Says if two tensors are the same memory, read in the same way."""
+    return (
+        b is not None
+        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        and (storage_of(a), a.storage_offset()) == (storage_of(b), b.storage_offset())
+    )
+
+
+def _is_column(factor: Tensor, weight: Tensor | None, rows: Tensor) -> bool:
+    """Says if a factor of rows is a number per edge: ``weight [E, 1, ...]`` as a view."""
+    if weight is None or weight.dim() == 0 or weight.dtype != rows.dtype:
+        return False
+    column = torch.Size([rows.size(0), *[1] * (rows.dim() - 1)])
+    return (
+        rows.dim() > 1
+        and factor.shape == column
+        and weight.numel() == weight.size(0) == column[0]
+        and factor.dtype == weight.dtype
+        and factor.stride(0) == weight.stride(0)
+        and (storage_of(factor), factor.storage_offset())
+        == (storage_of(weight), weight.storage_offset())
+    )

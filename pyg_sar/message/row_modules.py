@@ -1,0 +1,108 @@
+"""Modules within a layer that are known to treat each node's row for itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch_geometric.nn import Aggregation, MessagePassing
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.reduction.moments import OVER_ROWS
+
+_OWN = (
+    *("torch_geometric.nn.conv.", "torch_geometric.nn.aggr.", "torch_geometric.nn.dense.linear"),
+    *("torch_geometric.nn.norm.", "torch_geometric.nn.models.mlp", "torch_geometric.nn.encoding"),
+    *("torch_geometric.nn.parameter_dict", "torch_geometric.nn.module_dict", "pyg_sar."),
+)
+"""Where PyG's modules are that compute row by row, or whose rows :func:`distribute` knows."""
+
+_BY_ROW = (
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
+    *(nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
+    *(nn.Dropout, nn.AlphaDropout, nn.GRUCell, nn.LSTMCell, nn.RNNCell, *OVER_ROWS),
+)
+_ALONG_AN_AXIS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
+_WITHIN_AGGREGATIONS = (nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Conv1d)
+
+
+def foreign_module(layer: nn.Module) -> str | None:
+    """Returns the name of a module of a layer that may do more than treat each row for itself.
+
+    ``GINConv(nn)`` calls ``nn`` with the rows of all nodes. Modules of PyG and PyTorch that are
+    known treat each row for itself, or ask the other workers; what users wrote may subtract a mean.
+
+    Args:
+        layer: A layer of PyG.
+
+    Returns:
+        The module's name in the layer, or that of a function among a module's attributes; ``None``
+        where there is none.
+    """
+    aggregations = tuple(
+        f"{name}." if name else ""
+        for name, one in layer.named_modules()
+        if isinstance(one, Aggregation)
+    )
+    for name, module in layer.named_modules():
+        inner = module is not layer
+        if inner and (isinstance(module, MessagePassing) or ".parametrizations." in name):
+            continue  # A layer itself; what is called with weights.
+        if inner and not _is_known(module, name.startswith(aggregations)):
+            return name
+        for own, value in vars(module).items():
+            if callable(value) and not _is_of_torch(value):
+                return f"{name}.{own}" if name else own
+    return None
+
+
+def check_modules(layer: nn.Module, rank: int) -> None:
+    """Looks at a layer's modules again where these were replaced since.
+
+    Args:
+        layer: A layer that computes with this worker's rows.
+        rank: The worker.
+
+    Raises:
+        DistributedIndexError: One of them may do more than treat each row for itself.
+    """
+    kinds = tuple(map(type, layer.modules()))
+    if layer.__dict__.get("_modules_seen") == kinds:
+        return
+    name = foreign_module(layer)
+    if name is not None:
+        raise DistributedIndexError(
+            f"'{name}' of {type(layer).__name__} was put there after distribute() (rank {rank}), "
+            "and may do more than treat each node for itself: replace it before distribute()"
+        )
+    layer.__dict__["_modules_seen"] = kinds
+
+
+def _is_known(module: Any, aggregates: bool) -> bool:
+    kind: Any = type(module)
+    if isinstance(module, _ALONG_AN_AXIS):
+        return module.dim == -1
+    return _is_by_row(kind) or (aggregates and issubclass(kind, _WITHIN_AGGREGATIONS))
+
+
+@cache
+def _is_by_row(kind: type) -> bool:
+    home = kind.__module__
+    if home.startswith(_OWN):
+        return True
+    if not home.startswith("torch."):
+        return False
+    activation = home == "torch.nn.modules.activation" and kind is not nn.MultiheadAttention
+    return kind.__name__ in {one.__name__ for one in _BY_ROW} or activation or _parametrizes(home)
+
+
+def _parametrizes(home: str) -> bool:
+    return home.startswith(("torch.nn.utils.", "torch.ao.pruning"))
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Returns whether a function, or an object that is called, is PyTorch's, PyG's or ours."""
+    value = getattr(value, "func", value)  # of a partial function
+    home = getattr(value, "__module__", None) or type(value).__module__
+    return str(home).startswith(("torch", "pyg_sar.", "builtins", "_operator"))

@@ -1,0 +1,193 @@
+"""Modules that users put into PyG's layers, such as ``GINConv(nn)``: right, or refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Result, make_graph, one_pass, parts, workers
+from torch import Tensor, nn
+from torch_geometric.nn import (
+    MLP,
+    DeepSetsAggregation,
+    EdgeConv,
+    GATConv,
+    GINConv,
+    GINEConv,
+    NNConv,
+    SAGEConv,
+)
+
+import pyg_sar
+from pyg_sar.errors import DistributedIndexError
+
+GRAPH = make_graph()
+
+
+class Own(nn.Module):
+    """What somebody writes as a module: a function of rows, or of all rows at once."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return KINDS[self.kind](self, x)
+
+
+def averaged(module: Own, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.seen += x.detach().abs().mean()
+    return x * (1 + module.seen)
+
+
+KINDS = {
+    "by row": lambda m, x: (x * m.weight).tanh(),
+    "centred": lambda m, x: x - m.weight * x.mean(0),
+    "softmax": lambda m, x: (x * m.weight).softmax(0),
+    "counted": lambda m, x: x * m.weight / x.size(0),
+    "largest": lambda m, x: x * m.weight / x.detach().abs().max().item(),
+    "first": lambda m, x: x + m.weight * x[0],
+    "numbered": lambda m, x: x + m.weight * torch.arange(x.size(0)).view(-1, 1),
+    "scaled": lambda m, x: m.weight * x / x.norm(),
+    "standardised": lambda m, x: (x - x.mean(0)) / (x.std(0) + 1e-3) * m.weight,
+    "averaged": averaged,
+}
+
+
+def double(x: Tensor) -> Tensor:
+    return x - 0.5 * x.mean(0)
+
+
+def layer_of(place: str, kind: str) -> tuple[nn.Module, tuple[str, ...]]:
+    """A layer of PyG with a module of the user's in one of its places."""
+    torch.manual_seed(1)
+    own = Own(kind)
+    mapped = nn.Sequential(nn.Linear(6, 6), own)
+    edge: tuple[str, ...] = ()
+    if place == "GIN":
+        layer: Any = GINConv(mapped)
+    elif place == "GIN, of a function":
+        layer = GINConv(partial(KINDS[kind], own))
+        layer.own = own
+    elif place == "GINE":
+        layer, edge = GINEConv(mapped, edge_dim=4), ("edge_attr",)
+    elif place == "linear":
+        layer = SAGEConv(6, 6)
+        layer.lin_l = nn.Sequential(layer.lin_l, own)
+    elif place == "MLP":
+        layer = GINConv(MLP([6, 6, 6], act=own, norm=None))
+    elif place == "attention":
+        layer = GATConv(6, 3, heads=2)
+        layer.lin = nn.Sequential(layer.lin, own)
+    return layer.double(), edge
+
+
+PLACES = ("GIN", "GIN, of a function", "GINE", "linear", "MLP", "attention")
+
+
+def found_by(place: str, kind: str, root: Path | None) -> Result | str:
+    layer, edge = layer_of(place, kind)
+    if root is None:
+        return one_pass(layer, GRAPH, edge)
+    try:
+        return one_pass(pyg_sar.distribute(layer), pyg_sar.load_partition(root), edge)
+    except DistributedIndexError as error:
+        return str(error)
+
+
+def sweep(root: Path | None) -> dict[tuple[str, str], Any]:
+    found = {}
+    for place in PLACES:
+        for kind in KINDS:
+            result = found_by(place, kind, root)
+            found[place, kind] = result if isinstance(result, str) else vars(result)
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts") / "2"
+    pyg_sar.write_partitions(GRAPH, 2, folder, "random")
+    return folder
+
+
+@pytest.mark.parametrize("start", [workers, parts])
+def test_they_compute_with_all_nodes(start: Any, root: Path):
+    expected = sweep(None)
+    for found in start(sweep, 2, root):
+        for case, result in found.items():
+            assert not isinstance(result, str), (case, result)
+            torch.testing.assert_close(result, expected[case], rtol=1e-9, atol=1e-9, msg=str(case))
+
+
+# Within messages and aggregations ##############################################
+
+
+def inner_layers(kind: str) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """Layers that call a module of the user's with edges."""
+    torch.manual_seed(1)
+    own = lambda i, o: nn.Sequential(nn.Linear(i, o), Own(kind))  # noqa: E731
+    sets = DeepSetsAggregation(local_nn=own(6, 6))
+    after = DeepSetsAggregation(global_nn=own(6, 6))
+    layers = {
+        "EdgeConv": (EdgeConv(own(12, 5)), ()),
+        "NNConv": (NNConv(6, 3, own(4, 18)), ("edge_attr",)),
+        "local": (SAGEConv(6, 5, aggr=sets), ()),
+        "global": (SAGEConv(6, 5, aggr=after), ()),
+    }
+    return {name: (layer.double(), edge) for name, (layer, edge) in layers.items()}
+
+
+def inner_sweep(root: Path | None) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {}
+    for kind in KINDS:
+        for name, (layer, edge) in inner_layers(kind).items():
+            try:
+                layer = layer if root is None else pyg_sar.distribute(layer)
+                data = GRAPH if root is None else pyg_sar.load_partition(root)
+                found[name, kind] = vars(one_pass(layer, data, edge))
+            except DistributedIndexError as error:
+                found[name, kind] = str(error)
+    return found
+
+
+def test_in_messages_they_are_right_or_refused(root: Path):
+    expected = inner_sweep(None)
+    for found in workers(inner_sweep, 2, root):
+        for case, result in found.items():
+            if not isinstance(result, str):
+                torch.testing.assert_close(result, expected[case], rtol=1e-9, atol=1e-9)
+            assert (case[1] == "by row") <= (not isinstance(result, str)), (case, result)
+
+
+# After distribute() ############################################################
+
+
+def replaced(root: Path) -> list[str]:
+    data, found = pyg_sar.load_partition(root), []
+    for place in (lambda m: m.nn, lambda m: m):
+        model = pyg_sar.distribute(GINConv(nn.Sequential(nn.Linear(6, 5), nn.ReLU())).double())
+        model(data.x, data.edge_index)
+        if place(model) is model:
+            model.nn = Own("centred")
+        else:
+            model.nn[1] = Own("centred")
+        with pytest.raises(DistributedIndexError) as error:
+            model(data.x, data.edge_index)
+        found.append(str(error.value))
+        model.nn = nn.Sequential(nn.Linear(6, 4), nn.Tanh()).double()
+        model(data.x, data.edge_index)  # These treat each row for itself.
+    return found
+
+
+def test_a_module_that_was_replaced_since_is_refused(root: Path):
+    for found in workers(replaced, 2, root):
+        inner, whole = found
+        assert "'nn.1' of GINConv was put there after distribute()" in inner
+        assert "'nn' of GINConv was put there after distribute()" in whole
