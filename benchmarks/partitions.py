@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.layout import make_layout, partition_statistics
+from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
 
 METHODS = ("metis", "balanced", "coarsened", "random")
 FEATURES, CLASSES = 100, 40
@@ -121,7 +121,7 @@ def partition(data: Data, parts: int, method: str) -> tuple[Tensor, Found]:
     start = time.process_time()
     part = assign_nodes(data.edge_index, data.num_nodes, parts, method)
     seconds = time.process_time() - start
-    found = partition_statistics(make_layout(data.edge_index, part, parts))
+    found = partition_statistics(group_edges(data.edge_index, NodeOrder.of(part, parts)))
     balance = found.balance["nodes"], found.balance["edges"]
     cover = cover_rows(data.edge_index, part, parts)
     return part, Found(balance, sum(found.halo), cover, seconds)

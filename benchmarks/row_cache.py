@@ -30,7 +30,7 @@ from part_order import order_parts
 from pyg_sar.exchange.row_plan import check_plan, gap_of, loads, nearest, next_uses, plan_rows
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr
-from pyg_sar.partition.layout import make_layout
+from pyg_sar.partition.layout import NodeOrder, group_edges
 from pyg_sar.tools.graph_sources import load_npz
 
 GRAPHS = (
@@ -69,7 +69,7 @@ def problem(path: Path, parts: int, method: str) -> Problem:
         part = torch.tensor(pymetis.part_graph(parts, adjacency)[1])
     else:
         part = assign_nodes(edges, nodes, parts, method)
-    layout = make_layout(edges, part, parts)
+    layout = group_edges(edges, NodeOrder.of(part, parts))
     halos = [halo.numpy() for halo in layout.halos]
     offsets = layout.sources.offsets.numpy()
     published = np.unique(np.concatenate(halos))

@@ -148,4 +148,58 @@ PYG_SAR_INLINE void score_gradients(const Buffers<T>& b, const T* alpha, const T
   }
 }
 
+// What scores are made of #######################################################
+
+enum class Term { kNone, kInKey, kInKeyAndValue };
+
+// What a score reads: see Score of pyg_sar/kernels/scores.py.
+struct Shape {
+  bool narrow_key, narrow_query, joined;
+  int64_t att;
+  Term term;
+  bool by_source;
+};
+
+// Gradients to add to; null: not wanted.
+template <class T>
+struct Wanted {
+  T* own;
+  T* others;       // narrow rows at the edges' other ends (by source)
+  T* att;
+  T* edge_attr;    // of all edges: written
+  T* edge_weight;
+};
+
+// The row of 'att' of own, and of the edges' other ends, where it has two: of keys, of queries.
+template <bool kBySource, class T>
+PYG_SAR_INLINE const T* att_of_own(const Terms<T>& t) {
+  return kBySource ? t.att : t.att + t.width();
+}
+
+// The gradients of an edge's features and of their weight, of dL/d(edge term), [heads * channels].
+template <class T>
+PYG_SAR_INLINE void add_wide_term(const Terms<T>& t, const T* row, int64_t e, const Wanted<T>& to) {
+  const T* attr = t.attr(e);
+  const int64_t width = t.width();
+  for (int64_t d = 0; d < t.features; ++d) {
+    if (to.edge_attr != nullptr) {
+      T* out = to.edge_attr + t.number(e) * t.features;
+      out[d] = inner_product<T>(row, t.edge_weight + d * width, width);
+    }
+    if (to.edge_weight != nullptr) {
+      add_scaled<T>(to.edge_weight + d * width, attr[d], row, width);
+    }
+  }
+}
+
+struct Plain {
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void begin(const Terms<T>&, const Buffers<T>&, const T*) {}
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void clear(const Terms<T>&, const Buffers<T>&) {}
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void finish(const Terms<T>&, const Buffers<T>&, const T*,
+                                    const Wanted<T>&) {}
+};
+
 }  // namespace pyg_sar::attention

@@ -19,59 +19,7 @@
 namespace pyg_sar::attention {
 
 // In the order of scores.py.
-enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2, kMixed = 3 };
-
-enum class Term { kNone, kInKey, kInKeyAndValue };
-
-// What a score reads: see Score of pyg_sar/kernels/scores.py.
-struct Shape {
-  bool narrow_key, narrow_query, joined;
-  int64_t att;
-  Term term;
-  bool by_source;
-};
-
-// Gradients to add to; null: not wanted.
-template <class T>
-struct Wanted {
-  T* own;
-  T* others;       // narrow rows at the edges' other ends (by source)
-  T* att;
-  T* edge_attr;    // of all edges: written
-  T* edge_weight;
-};
-
-// The row of 'att' of own, and of the edges' other ends, where it has two: of keys, of queries.
-template <bool kBySource, class T>
-PYG_SAR_INLINE const T* att_of_own(const Terms<T>& t) {
-  return kBySource ? t.att : t.att + t.width();
-}
-
-// The gradients of an edge's features and of their weight, of dL/d(edge term), [heads * channels].
-template <class T>
-PYG_SAR_INLINE void add_wide_term(const Terms<T>& t, const T* row, int64_t e, const Wanted<T>& to) {
-  const T* attr = t.attr(e);
-  const int64_t width = t.width();
-  for (int64_t d = 0; d < t.features; ++d) {
-    if (to.edge_attr != nullptr) {
-      T* out = to.edge_attr + t.number(e) * t.features;
-      out[d] = inner_product<T>(row, t.edge_weight + d * width, width);
-    }
-    if (to.edge_weight != nullptr) {
-      add_scaled<T>(to.edge_weight + d * width, attr[d], row, width);
-    }
-  }
-}
-
-struct Plain {
-  template <bool kBySource, class T>
-  PYG_SAR_INLINE static void begin(const Terms<T>&, const Buffers<T>&, const T*) {}
-  template <bool kBySource, class T>
-  PYG_SAR_INLINE static void clear(const Terms<T>&, const Buffers<T>&) {}
-  template <bool kBySource, class T>
-  PYG_SAR_INLINE static void finish(const Terms<T>&, const Buffers<T>&, const T*,
-                                    const Wanted<T>&) {}
-};
+enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2, kMixed = 3, kNested = 5 };
 
 // leaky(key + query + edge term)
 struct Additive : Plain {
@@ -294,6 +242,139 @@ struct Mixed : Plain {
   }
 };
 
+// out[e, h] = <att[h], leaky(rows[e, h])>
+template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void nested_sums_of(T* out, const Rows<T>& rows, const T* att, T slope) {
+  const int64_t heads = kHeads > 0 ? kHeads : rows.heads;
+  const int64_t channels = kChannels > 0 ? kChannels : rows.channels;
+  for (int64_t e = 0; e < rows.n; ++e) {
+    if constexpr (kFetch) rows.ahead(e, heads * channels);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t first = h * channels;
+      T sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t f = first; f < first + channels; ++f) sum += att[f] * leaky(row[f], slope);
+      out[e * heads + h] = sum;
+    }
+  }
+}
+
+template <int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void nested_sums(T* out, const Rows<T>& rows, const T* att, T slope) {
+  PYG_SAR_HEADS(nested_sums_of, (out, rows, att, slope), kChannels, kFetch)
+}
+
+// leaky(<att, leaky(key + edge term)> + query)
+struct Nested : Plain {
+  static constexpr Kind kKind = kNested;
+  static constexpr Shape kShape{false, true, false, 1, Term::kInKey, false};
+  static constexpr bool kLeaks = true;
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void begin(const Terms<T>& t, const Buffers<T>& b, const T* own) {
+    if (!kBySource) return fill_tile(b.fixed, own, t.heads, b.size);
+    if (t.features > 0) return;
+    const int32_t first = 0;
+    const Rows<T> key{own, 0, &first, 1, 0, t.heads, t.channels, 0};
+    nested_sums<0, false>(b.heads, key, t.att, t.slope);
+    fill_tile(b.fixed, static_cast<const T*>(b.heads), t.heads, b.size);
+  }
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void clear(const Terms<T>& t, const Buffers<T>& b) {
+    kBySource ? std::fill_n(b.heads, t.heads, T(0)) : std::fill_n(b.row3, t.width(), T(0));
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Rows<T>& rows, int64_t first) {
+    const int64_t n = rows.n, count = n * t.heads;
+    T *score = b.score, *sums = kBySource ? b.leaked : b.score;
+    if (t.features > 0) {
+      const Rows<T> keys = kBySource ? repeated(t, own, rows) : rows;
+      for (int64_t e = 0; e < n; ++e) {
+        keys.ahead(e);
+        nested_sums<kChannels, false>(sums + e * t.heads, with_edge(t, b, keys, e, first), t.att,
+                                      t.slope);
+      }
+      if constexpr (kBySource) {
+        PYG_SAR_LANES(count, kLanes, (void)o; score[k] += sums[k];)
+        return;
+      }
+    } else if constexpr (!kBySource) {
+      nested_sums<kChannels, true>(score, rows, t.att, t.slope);
+    }
+    add_tile(score, b.fixed, count, b.size);
+  }
+
+  template <bool kBySource, int64_t kChannels, class T>
+  PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                 const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
+    if (kBySource && to.own == nullptr) return;
+    const int64_t n = rows.n, count = n * t.heads;
+    through_leak<Nested>(t, b, count);
+    if constexpr (kBySource) {
+      if (t.features == 0) return sum_edges(t, b, b.heads, b.inner, count);
+      const Rows<T> keys = repeated(t, own, rows);
+      for (int64_t e = 0; e < n; ++e) {
+        add_through(t, to.own, b.inner + e * t.heads, with_edge(t, b, keys, e, first).at(0));
+      }
+    } else {
+      if (to.own != nullptr) sum_edges(t, b, to.own, b.inner, count);
+      for (int64_t e = 0; e < n; ++e) add_edge(t, b, b.inner + e * t.heads, rows, e, first, to);
+    }
+  }
+
+  template <bool kBySource, class T>
+  PYG_SAR_INLINE static void finish(const Terms<T>& t, const Buffers<T>& b, const T* own,
+                                    const Wanted<T>& to) {
+    if constexpr (kBySource) {
+      if (to.own != nullptr && t.features == 0) add_through(t, to.own, b.heads, own);
+    } else {
+      if (to.att != nullptr) add_scaled<T>(to.att, T(1), b.row3, t.width());
+    }
+  }
+
+  // An edge's gradients of 'att', and of its features and their weight.
+  template <class T>
+  PYG_SAR_INLINE static void add_edge(const Terms<T>& t, const Buffers<T>& b, const T* ds,
+                                      const Rows<T>& rows, int64_t e, int64_t first,
+                                      const Wanted<T>& to) {
+    const T* key = t.features > 0 ? with_edge(t, b, rows, e, first).at(0) : rows.at(e);
+    const T slope = t.slope;
+    if (to.att != nullptr) {
+      T* sums = b.row3;
+      for (int64_t h = 0; h < t.heads; ++h) {
+        const int64_t at = h * t.channels;
+#pragma omp simd
+        for (int64_t f = at; f < at + t.channels; ++f) sums[f] += ds[h] * leaky(key[f], slope);
+      }
+    }
+    if (to.edge_attr == nullptr && to.edge_weight == nullptr) return;
+    std::fill_n(b.row2, t.width(), T(0));
+    add_through(t, b.row2, ds, key);
+    add_wide_term(t, static_cast<const T*>(b.row2), first + e, to);
+  }
+
+  // out += ds * att * leaky'(key)
+  template <class T>
+  PYG_SAR_INLINE static void add_through(const Terms<T>& t, T* out, const T* ds, const T* key) {
+    for (int64_t h = 0; h < t.heads; ++h) {
+      const T up = ds[h], down = up * t.slope;
+      const int64_t at = h * t.channels;
+#pragma omp simd
+      for (int64_t f = at; f < at + t.channels; ++f) out[f] += (key[f] > T(0) ? up : down) * t.att[f];
+    }
+  }
+
+  // A key as that of each edge.
+  template <class T>
+  PYG_SAR_INLINE static Rows<T> repeated(const Terms<T>& t, const T* key, const Rows<T>& rows) {
+    return {key, 0, rows.index, rows.n, 0, t.heads, t.channels, 0};
+  }
+};
+
 template <class... Score>
 struct Listed {
   // Calls run.operator()<S>() for each score S.
@@ -303,7 +384,7 @@ struct Listed {
   }
 };
 
-using Scores = Listed<Additive, Gatv2, Dot, Mixed>;
+using Scores = Listed<Additive, Gatv2, Dot, Mixed, Nested>;
 
 // What a score reads; null where there is none of this number.
 inline const Shape* shape_of(int64_t kind) {

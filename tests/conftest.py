@@ -18,7 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import combinations
 import pytest
 import torch
-from forked_workers import Templates, templates
+from forked_workers import Templates, keep_compiled_templates, templates
 from hosted_workers import hosted_workers, why_not
 from hypothesis import HealthCheck, settings
 
@@ -99,13 +99,12 @@ LONGEST = (
     "test_contract_state",
     "test_training",
 )
-START_FROM_NOTHING = {
-    *("test_comm", "test_failures", "test_init", "test_launch", "test_local_peers"),
-    "test_larger_than_memory",  # What a process takes besides its tensors counts, too.
-}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+keep_compiled_templates()
+# The processes that tests start compile the package once, not each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile(
     "pyg_sar",
     deadline=None,  # No test depends on the clock.
@@ -138,20 +137,12 @@ def repository() -> Path:
     return REPOSITORY
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def forked() -> Iterator[Templates]:
-    """The processes that this session's workers are forked from."""
-    with templates() as found:
+    """Launches fork their workers from these processes, for the fixtures of modules as well."""
+    with templates() as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Worker, "start", found.start)
         yield found
-
-
-@pytest.fixture(autouse=True)
-def workers_start_fast(
-    request: pytest.FixtureRequest, forked: Templates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Launches fork their workers, but for the tests of starting, meeting and failing."""
-    if request.module.__name__ not in START_FROM_NOTHING:
-        monkeypatch.setattr(_Worker, "start", forked.start)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from pyg_sar.kernels import ops
 from pyg_sar.partition import balance
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import LIMIT
-from pyg_sar.partition.layout import make_layout, partition_statistics
+from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
 from pyg_sar.tools.graphs import load_graph
 
 
@@ -67,7 +67,7 @@ GRAPHS = {  # edges and nodes
 
 
 def measure(edge_index: Tensor, part: Tensor, num_parts: int):
-    return partition_statistics(make_layout(edge_index, part, num_parts))
+    return partition_statistics(group_edges(edge_index, NodeOrder.of(part, num_parts)))
 
 
 @pytest.mark.parametrize("num_parts", [2, 4, 7])

@@ -21,7 +21,7 @@ import pyg_sar
 from pyg_sar.kernels import ops
 from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.layout import make_layout, partition_statistics
+from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
 from pyg_sar.partition.scratch import Scratch, is_symmetric
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.cli import main
@@ -107,6 +107,29 @@ def report(line):
 
 pyg_sar.write_partitions(graph(), 5, sys.argv[1], "random", memory="12MiB", progress=report)
 """
+
+
+def test_an_assignment_of_types_is_taken_up(tmp_path: Path) -> None:
+    """Ctrl-C leaves it, and the same call goes on from there."""
+    data, said = hetero(), []
+
+    def partition(root: Path, last: str = "") -> None:
+        said.clear()
+
+        def report(line: str) -> None:
+            said.append(line)
+            if last and line.startswith(last):
+                raise KeyboardInterrupt
+
+        pyg_sar.write_partitions(data, 3, root, "random", memory="64MiB", progress=report)
+
+    partition(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt, match="goes on from there"):
+        partition(tmp_path / "parts", "writing part 2")
+    partition(tmp_path / "parts")
+    assert "taking the assignment of a run that did not end" in said
+    assert next(line for line in said if line.startswith("writing")) == "writing part 2 of 3"
+    assert content(tmp_path / "parts") == content(tmp_path / "whole")
 
 
 def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
@@ -210,7 +233,7 @@ def test_coarsened_is_balanced_and_keeps_neighbours_together() -> None:
 
     def measured(method: str) -> Any:
         part = assign_nodes(edge_index, count, parts, method)
-        return partition_statistics(make_layout(edge_index, part, parts))
+        return partition_statistics(group_edges(edge_index, NodeOrder.of(part, parts)))
 
     found, drawn = measured("coarsened"), measured("random")
     assert found.balance["nodes"] <= 1.1 and found.balance["edges"] <= 1.1

@@ -29,6 +29,7 @@ import pyg_sar
 import pyg_sar.partition.storage as storage
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.metadata import METADATA, read_metadata
+from pyg_sar.partition.parts import decode_attributes
 from pyg_sar.partition.storage import merge_partitions, part_file, read_part
 
 WORLD = 3
@@ -277,7 +278,8 @@ def all_parts(root: Path) -> BaseData:
     """Everything that can be read from a folder without workers."""
     metadata = read_metadata(root)
     for p in range(metadata.num_parts):
-        storage.part_attributes(metadata, read_part(root, p, metadata=metadata))
+        tensors = read_part(root, p, metadata=metadata)
+        decode_attributes(metadata.attributes, metadata.stores[0].values, tensors)
     return merge_partitions(root)
 
 

@@ -24,6 +24,7 @@ from oracle import (
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
+from torch_geometric.nn.models.attentive_fp import GATEConv
 
 import pyg_sar
 from pyg_sar import SARPolicy
@@ -130,6 +131,7 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
         ("edge_weight",),
     ),
     "fa, cached": (lambda: Residual(cached=True), ()),
+    "gate": (lambda: GATEConv(CHANNELS, CHANNELS, EDGE_DIM), ATTR),
     "hgt": (lambda: ByRelation(2), ()),
     "hgt, one head": (lambda: ByRelation(1), ()),
     "rgat": (lambda: gnn.RGATConv(CHANNELS, OUT, 4, heads=2), ()),

@@ -191,16 +191,21 @@ def wrong_graphs():
     case("refers to the node type 'nobody'")(
         lambda d: d["author", "r", "nobody"].update({"edge_index": torch.zeros(2, 0).long()})
     )
-    case("'edge_attr' of .*should have one row per edge, 53 rows")(
+    case("'edge_attr' of .*to have one row per edge, 53 rows")(
         lambda d: d["author", "writes", "paper"].update({"edge_attr": torch.zeros(2, 2)})
     )
     case("'n_id' of the node type 'paper'.*reserved|global ids")(
         lambda d: d["paper"].update({"n_id": torch.arange(21)})
     )
+    sparse = torch.eye(3).to_sparse_csr()
+    case("'bag' of the node type 'paper'.*3 rows are not one per node or edge")(
+        lambda d: d["paper"].update({"bag": sparse})
+    )
+    case("'bag'.*3 rows are not one per node or edge")(lambda d: d.__setattr__("bag", sparse))
     return cases
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(9))
 def test_what_is_wrong_is_named(number, tmp_path):
     data, message = wrong_graphs()[number]
     with pytest.raises(ValueError, match=message):

@@ -169,17 +169,25 @@ def test_each_halo_row_comes_once_and_its_gradient_goes_once(name: str, graph: D
         layer(x, data.edge_index, **given).sum().backward()  # makes the plans
         with pyg_sar.Ledger(current()) as ledger:
             layer(x, data.edge_index, **given).sum().backward()
-        halo = data.edge_index.to_local().plan.num_halo
+        edges = data.edge_index.to_local()
+        source, target = edges.ends()
+        owner = torch.bucketize(
+            source - edges.plan.num_local, torch.tensor(edges.plan.halo_offsets), right=True
+        )
+        cut = source >= edges.plan.num_local
+        slots = torch.stack([owner[cut], target[cut]]).unique(dim=1).size(1)
         kinds = ("fetch", "refetch", "gradient")
-        return halo, [ledger.received_bytes(kind=kind) for kind in kinds], ledger.resident_rows()
+        found = [ledger.received_bytes(kind=kind) for kind in kinds]
+        return edges.plan.num_halo, found, ledger.resident_rows(), slots
 
     results = host(worker, PARTS)
-    total = sum(halo for halo, _, _ in results)
+    total = sum(halo for halo, *_ in results)
     fetch, refetch, gradient = (sum(r[1][k] for r in results) for k in range(3))
-    assert all(left == 0 for _, _, left in results)
+    assert all(left == 0 for _, _, left, _ in results)
     row = fetch // total
     assert fetch == total * row and row >= OUT * 8
-    assert gradient == fetch
+    # Owners of sources read gradients of the sums' targets, each once, where these lie.
+    assert gradient == (sum(r[3] for r in results) * row if name == "sum" else fetch)
     assert refetch == (0 if name == "sum" else fetch)
 
 

@@ -47,7 +47,8 @@ HERE = Path(__file__).resolve().parent
 KB, MB = 1 << 10, 1 << 20
 NODES, DEGREE, FEATURES, CLASSES = 14_000, 8, 16, 5
 TINY, WIDE = 320, 700
-ENVIRONMENT = {"MKL_DISABLE_FAST_MM": "1"}  # as launch does for parts
+FRESH = {"STARTED": "from nothing"}  # An environment that no process of the tests has.
+HOSTING = FRESH | {"MKL_DISABLE_FAST_MM": "1"}  # as launch does for parts
 MODELS = {
     "gcn": lambda: GCN(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
     "sage": lambda: GraphSAGE(FEATURES, 160, 3, CLASSES, norm="batch_norm"),
@@ -192,7 +193,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def plain() -> dict[str, tuple[Tensor, int]]:
     """Plain PyG's gradients and peaks of each model."""
-    return pyg_sar.launch(plain_steps, 1, list(dict.fromkeys(name for name, _ in CASES)))[0]
+    names = list(dict.fromkeys(name for name, _ in CASES))
+    return pyg_sar.launch(plain_steps, 1, names, env=FRESH)[0]
 
 
 @pytest.mark.parametrize(("name", "parts"), CASES)
@@ -200,7 +202,7 @@ def test_exact_in_a_fourth_of_the_memory(name, parts, roots, plain, tmp_path):
     limit = LIMITS[name] * MB
     expected, most = plain[name]
     given = roots[NODES, parts], roots[TINY, parts], name, parts, limit, tmp_path
-    found, peak, moved = pyg_sar.launch(hosted_steps, 1, *given, timeout=120, env=ENVIRONMENT)[0]
+    found, peak, moved = pyg_sar.launch(hosted_steps, 1, *given, timeout=120, env=HOSTING)[0]
     for gradient in found:
         assert (gradient - expected).abs().max() <= 1e-10 * expected.abs().max()
     assert peak <= limit
@@ -218,7 +220,7 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     """With dropout, whose random numbers each part draws in its own turn."""
     root = write(tmp_path, 6000, 6)
     (tmp_path / "store").mkdir()
-    limited = {"memory": 72 * MB, "store": tmp_path / "store"}
+    limited = {"memory": 72 * MB, "store": tmp_path / "store", "env": FRESH}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
     for workers, how in [(1, limited), (3, limited)]:
         found = pyg_sar.launch(train, workers, root, 2, parts=6, timeout=60, **how)

@@ -22,9 +22,9 @@ from pyg_sar.comm.launch import launch
 from pyg_sar.errors import LostWorkerError, WorkerError
 
 
-@pytest.fixture(autouse=True)
-def light_workers(tmp_path, monkeypatch):
-    """Workers import what they need of the package only: all of PyG takes them seconds each."""
+@pytest.fixture
+def light(tmp_path, monkeypatch):
+    """Workers start from nothing, and import what they need of the package only."""
     folder = tmp_path / "light" / "pyg_sar"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(f"__path__ = {list(pyg_sar.__path__)!r}\n")
@@ -51,7 +51,7 @@ def exists(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_results_and_surroundings(monkeypatch):
+def test_results_and_surroundings(light, monkeypatch):
     """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
@@ -158,7 +158,7 @@ def test_a_stopped_worker_that_nobody_waits_for(monkeypatch):
         launch(work, 2)
 
 
-def test_a_script_without_main_guard(tmp_path):
+def test_a_script_without_main_guard(light, tmp_path):
     """Functions, classes and globals of ``__main__`` travel; the script isn't run again."""
     script = tmp_path / "script.py"
     script.write_text(

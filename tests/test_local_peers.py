@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import pyg_sar
 import pyg_sar.comm.meeting as meeting
 import pyg_sar.comm.shared_memory as segments
 from pyg_sar.comm.launch import launch
@@ -67,17 +66,7 @@ def test_wrong_switch_is_named():
     assert meeting.read_switch({}) == meeting.read_switch({SWITCH: ""}) == "auto"
 
 
-# Light processes #############################################################
-
-
-@pytest.fixture
-def light(tmp_path, monkeypatch) -> Path:
-    """A folder whose pyg_sar imports only what is asked of it: all of PyG takes seconds each."""
-    folder = tmp_path / "light" / "pyg_sar"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(f"__path__ = {list(pyg_sar.__path__)!r}\n")
-    monkeypatch.syspath_prepend(str(folder.parent))
-    return folder.parent
+# Workers #####################################################################
 
 
 def in_shared_memory() -> list[str]:
@@ -98,7 +87,7 @@ def open_things() -> dict[str, Any]:
     }
 
 
-def test_descriptors_do_not_grow_and_are_closed(light):
+def test_descriptors_do_not_grow_and_are_closed():
     def work() -> Any:
         import gc
 
@@ -149,7 +138,7 @@ def test_descriptors_do_not_grow_and_are_closed(light):
 
 
 @pytest.mark.parametrize("moment", ["meeting", "writing", "reading", "between"])
-def test_killed_worker_leaves_nothing(light, tmp_path, moment):
+def test_killed_worker_leaves_nothing(tmp_path, moment):
     def work(folder: Path, moment: str) -> None:
         import time
 
@@ -198,7 +187,7 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
             os.kill(int(path.read_text()), 0)
 
 
-def test_who_can_not_prove_it_uses_the_network(light):
+def test_who_can_not_prove_it_uses_the_network():
     def work() -> Any:
         import torch
 

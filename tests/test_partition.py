@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr
 from pyg_sar.partition.layout import (
+    NodeOrder,
     PartitionStatistics,
     format_statistics,
-    make_layout,
+    group_edges,
     partition_statistics,
 )
 
@@ -37,7 +38,7 @@ def test_two_cliques_are_found(method):
     part = assign_nodes(edge_index, 40, 2, method)
     assert part.dtype == torch.int64
     assert part[:20].unique().numel() == part[20:].unique().numel() == 1
-    statistics = partition_statistics(make_layout(edge_index, part, 2))
+    statistics = partition_statistics(group_edges(edge_index, NodeOrder.of(part, 2)))
     assert statistics.edge_cut == 2
     assert statistics.halo == [1, 1]
     assert statistics.nodes == [20, 20]
@@ -97,7 +98,7 @@ def test_undirected_csr_is_the_set_of_undirected_edges(num_nodes, num_edges, see
 def test_layout_and_statistics_by_definition(num_nodes, num_edges, num_parts, seed):
     edge_index = random_graph(num_nodes, num_edges, seed)
     part = random_graph(num_parts, num_nodes, seed + 1)[0]
-    layout = make_layout(edge_index, part, num_parts)
+    layout = group_edges(edge_index, NodeOrder.of(part, num_parts))
     owner, edges = part.tolist(), edge_index.t().tolist()
     for p in range(num_parts):
         assert layout.sources.ids(p).tolist() == [v for v in range(num_nodes) if owner[v] == p]
@@ -120,7 +121,9 @@ def test_layout_and_statistics_by_definition(num_nodes, num_edges, num_parts, se
 
 
 def test_training_nodes_of_several_splits_are_those_of_the_first():
-    layout = make_layout(torch.empty(2, 0, dtype=torch.long), torch.tensor([0, 0, 1]), 2)
+    layout = group_edges(
+        torch.empty(2, 0, dtype=torch.long), NodeOrder.of(torch.tensor([0, 0, 1]), 2)
+    )
     mask = torch.tensor([[True, False], [False, True], [True, True]])
     assert partition_statistics(layout, mask).training_nodes == [1, 1]
 

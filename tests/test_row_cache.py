@@ -21,7 +21,7 @@ from pyg_sar.exchange.row_plan import (
     plan_rows,
 )
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.layout import make_layout
+from pyg_sar.partition.layout import NodeOrder, group_edges
 from pyg_sar.tools.graph_sources import load_npz
 
 
@@ -280,9 +280,8 @@ def test_misuse_of_the_cache_is_named():
 
 def test_a_real_graph(shared_data):
     data = load_npz(shared_data("cora.npz"))
-    layout = make_layout(
-        data.edge_index, assign_nodes(data.edge_index, data.num_nodes, 8, "metis"), 8
-    )
+    part = assign_nodes(data.edge_index, data.num_nodes, 8, "metis")
+    layout = group_edges(data.edge_index, NodeOrder.of(part, 8))
     halos = [halo.numpy() for halo in layout.halos]
     published = np.unique(np.concatenate(halos))
     needs = [np.searchsorted(published, halo) for halo in halos]
@@ -303,14 +302,17 @@ def test_a_real_graph(shared_data):
 def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
     parts, published, halo = 16, 4000, 6000
     draw = np.random.default_rng(0)
-    index = {
-        part: [
-            torch.from_numpy(draw.permutation(published)[: 0 if owner == part else halo // parts])
-            for owner in range(parts)
-        ]
+    places = {
+        part: torch.cat(
+            [
+                torch.from_numpy(draw.permutation(published)[: halo // parts] + owner * published)
+                for owner in range(parts)
+                if owner != part
+            ]
+        )
         for part in range(parts)
     }
-    routes = Routes([published] * parts, index, {}, None)
+    routes = Routes([published] * parts, places, {}, None)
     host = SimpleNamespace(parts=range(parts), num_parts=parts, keep="belady")
     tracemalloc.start()
     try:

@@ -24,9 +24,9 @@ from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
 import pyg_sar.partition.storage as storage
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.metadata import METADATA, read_metadata
+from pyg_sar.partition.parts import decode_attributes
 from pyg_sar.partition.storage import (
     merge_partitions,
-    part_attributes,
     part_file,
     read_part,
     write_partitions,
@@ -184,7 +184,7 @@ def check_format(data: Data, parts: list[dict[str, torch.Tensor]]) -> None:
 
 def check_attributes(data: Data, metadata: Any, parts: list[dict[str, torch.Tensor]]) -> None:
     for part in parts:
-        own = part_attributes(metadata, part)
+        own = decode_attributes(metadata.attributes, metadata.stores[0].values, part)
         n_id, e_id = part["n_id"], part["e_id"]
         assert_equal(own["node_bfloat16"], data.node_bfloat16[n_id])
         assert_equal(own["node_index"], data.node_index[:, n_id])
@@ -339,7 +339,7 @@ def crooked(layout: torch.layout, last: int = 2) -> torch.Tensor:
         ({"x": crooked(torch.sparse_csc)}, "'x' .*expected rows 0 to 3 .*got 0 to 7"),
         ({"x": crooked(torch.sparse_csr, 9)}, "'x' .*offsets of a sparse matrix to ascend from 0"),
         ({"edge_index": [[0], [1]]}, "'edge_index' to be a tensor \\(got list\\)"),
-        ({"n_id": torch.arange(4)}, "'n_id' is the name of the global ids.*rename"),
+        ({"n_id": torch.arange(4)}, "'n_id' has the name of the global ids.*rename"),
         ({"thing": object()}, "'thing' \\(object\\) can't be stored.*delete"),
         ({"pair": {1: object()}}, "'pair' \\(dict\\) can't be stored"),
         ({"pair": {"a": (1, {2})}}, "'pair' \\(dict\\) can't be stored"),

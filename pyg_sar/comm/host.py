@@ -237,6 +237,12 @@ class Host:
         """Makes tensors that stay in memory, of ``size`` bytes: for all parts, and the network."""
         return nullcontext() if self.store is None else self.store.unpaged(size)
 
+    def take_rows(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Memory for rows that parts publish, ``[rows, width]``."""
+        if isinstance(self.store, PartStore):
+            return self.store.take_slots(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.rows_on)
+
     def close(self) -> None:
         """Waits until all that was sent has gone, and removes the store."""
         self.settle()

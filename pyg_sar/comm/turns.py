@@ -73,7 +73,9 @@ class Turns:
         self._parts = list(parts)
         self._check, self._outside = check, outside
         self._begin, self._end = begin, end
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._lock = lock
+        self._woken = {part: threading.Condition(lock) for part in self._parts}
         self._current: int | None = None
         self._last = self._parts[-1]
         self._anew = False
@@ -91,7 +93,7 @@ class Turns:
 
     def begin(self, part: int) -> None:
         """Waits for a part's first turn."""
-        with self._changed:
+        with self._lock:
             self._begun.add(part)
             self._await(part, lambda: True, "the start")
 
@@ -107,7 +109,7 @@ class Turns:
             MismatchError: All parts wait, and nothing can end that.
             PygSarError: Another part or worker has failed.
         """
-        with self._changed:
+        with self._lock:
             self._release(part)
             self._await(part, ready, doing)
 
@@ -117,18 +119,18 @@ class Turns:
 
     def outside(self, part: int, block: Callable[[], Any]) -> Any:
         """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
-        with self._changed:
+        with self._lock:
             self._release(part)
             self._choose()
         try:
             return block()
         finally:
-            with self._changed:
+            with self._lock:
                 self._await(part, lambda: True, "its turn")
 
     def leave(self, part: int) -> None:
         """Ends the last turn of a part."""
-        with self._changed:
+        with self._lock:
             self._ended.add(part)
             if self._current == part:
                 self._release(part)
@@ -136,10 +138,10 @@ class Turns:
 
     def fail(self, record: Mapping[str, Any]) -> None:
         """Ends all waits by a failure (:mod:`pyg_sar.comm.messages`); the first call counts."""
-        with self._changed:
+        with self._lock:
             if self.record is None:
                 self.record = record
-            self._changed.notify_all()
+            self._wake_all()
 
     def _release(self, part: int) -> None:
         self._end(part)
@@ -155,7 +157,7 @@ class Turns:
                 if self.record is not None:
                     raise to_error(self.record, part)
                 self._check()
-                self._changed.wait(POLL if self._outside() else STEP)
+                self._woken[part].wait(POLL if self._outside() else STEP)
                 self._choose()
         finally:
             self._waiting.pop(part, None)
@@ -175,7 +177,7 @@ class Turns:
             ready = self._waiting.get(part)
             if ready is not None and ready():
                 self._current = part
-                self._changed.notify_all()
+                self._woken[part].notify()
                 return
         left = len(self._parts) - len(self._ended) - len(self._waiting)
         if self._waiting and not left and not self._outside() and not self._broken():
@@ -185,7 +187,11 @@ class Turns:
                 f"The parts run different operations: {'; '.join(waits + over)}. {REMEDY}"
             )
             self.record = unmatched(error, self._last)
-            self._changed.notify_all()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for woken in self._woken.values():
+            woken.notify_all()
 
     def _broken(self) -> bool:
         try:

@@ -74,12 +74,15 @@ def attention_kernel(
     if isinstance(attention, RelationalTerms):
         kernel: Kernel = RelationalAttention(attention, edge_index, policy, name, title)
         return kernel, list(tensors.values())
+    kept = attention.drop_key
     shapes = tuple([(role, t.dtype, t.shape[1:]) for role, t in tensors.items()])
     key = policy, attention.kind, attention.p > 0, torch.is_grad_enabled(), shapes
     # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
     # wire, and tanh has no states to merge: then all rows are pulled.
     pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
-    pushes &= plan.comm.host is None and edge_attr is None and attention.score.softmax
+    pushes &= edge_attr is None and attention.score.softmax
+    if plan.comm.host is not None:  # One block of several parts' edges has no seed of its own.
+        pushes &= attention.score.by_source and (attention.p == 0 or kept is not None)
     remember = edge_index.remember_together if pushes else edge_index.remember
     made = remember(("attention", pushes), dict)
     if key not in made:
@@ -88,7 +91,7 @@ def attention_kernel(
             covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
         splits = covers.forward, covers.backward
         made[key] = by_shards(shards_of(edge_index), *splits), splits
-    (schedule, splits), kept = made[key], attention.drop_key
+    schedule, splits = made[key]
     sent: list[list[Tensor]] = [[], []]
     if kept is not None:  # The owners of the sources hear which weights of pushed edges are kept.
         bits = [() if one is None else one.sent(edge_index, kept.view(-1)) for one in splits]
@@ -187,8 +190,7 @@ def only_sums(
 ) -> SumsCall | None:
     """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
     updates = hooks_of(layer, "propagate") or not pristine(layer, "update", of=MessagePassing)
-    more = updates or choice.sets or layer.may_draw()
-    if more or type(layer.aggr_module) not in PLAIN:
+    if updates or layer.may_draw() or choice.sets or type(layer.aggr_module) not in PLAIN:
         return None
     call = sums_call(layer, edge_index, kwargs, choice)
     return None if call is None or call.key is None else call
@@ -242,13 +244,13 @@ def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
         shards = shards_of(edge_index)
         if extrema and any(b.segments.source.dtype != torch.int32 for b in shards.blocks):
             return None
-        # What a narrow wire rounds must not depend on where workers run, and hosted parts pull.
-        if not (there and exact) or comm.world_size == 1 or comm.host is not None:
+        # What a narrow wire rounds must not depend on where workers run.
+        if not (there and exact) or comm.world_size == 1:
             return by_shards(shards), None, False
         missing = why_missing_on(edge_index.device)
         ready = torch.tensor(int(missing is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
-        cover = can and rows_travel(comm)
+        cover = can and comm.host is None and rows_travel(comm)
         split = None
         if cover:
             split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)

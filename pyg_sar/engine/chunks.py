@@ -349,7 +349,8 @@ class _PartSource(RowSource):
         if unit == 0:
             self._rows = [self._source.open(0), self._source.open(1)]
         chunk, (own, halo) = self._chunks.blocks[unit], self._rows
-        places = chunk.local_rows, chunk.halo_rows
+        there = chunk.halo_rows if halo.index is None else halo.index[chunk.halo_rows]
+        places = chunk.local_rows, there
         pairs = zip(own.tensors, halo.tensors, strict=True)
         return UnitRows(
             [

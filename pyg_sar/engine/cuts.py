@@ -6,6 +6,10 @@ For *pulled* edges the target's worker p fetches source rows from their owner q,
 cover says which edges are which (:mod:`pyg_sar.exchange.cover`): one row per covering node is the
 least that this way of splitting can do.
 
+[Note: joined] Parts that share a process push all of their edges, as each reads what is known of
+the others' targets where it lies. What a part goes through for all others is one block, like its
+halo; so sums don't depend on where the others are.
+
 [Note: two plans] Slots travel like source rows of a second halo plan: at q they are the halo rows
 of owner p. Either plan is gone through by itself, so what is added to states and gradients comes in
 the same order however far ahead is fetched.
@@ -16,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +28,7 @@ from torch import Tensor
 
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, pulled_rows
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.part_rows import is_hosted
 from pyg_sar.ledger import Label
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.shard import EdgeRun, narrowed
@@ -118,23 +124,29 @@ class Cuts:
         """Tells each owner what to send, and hears it from each peer."""
         nothing = self.mine[halo.rank].rows
         found = [Request(nothing, nothing, nothing, None)] * halo.world_size
+        works = []
         for owner, peer in halo.rounds():
-            cut = self.mine[owner]
-            place = torch.searchsorted(
-                cut.slots, cut.target[1], out_int32=self._index != torch.long
-            )
-            parts = [cut.rows, cut.source[1], place] + ([] if cut.pushed is None else [cut.pushed])
-            message = torch.cat([part.to(self._index) for part in parts])
             rows, _, edges, *_ = coming[peer]
-            sizes = [rows] + [edges] * (len(parts) - 1)
-            arriving = message.new_empty(sum(sizes))
-            halo.comm.exchange(message, owner, arriving, peer, label=_PLAN).wait()
-            del message, parts, place
+            cut = self.mine[owner]
+            sizes = [rows] + [edges] * (2 if cut.pushed is None else 3)
+            arriving = torch.empty(sum(sizes), dtype=self._index, device=nothing.device)
+            message = partial(self._message, cut)
+            work = halo.comm.exchange(message, owner, arriving, peer, label=_PLAN)
+            works.append((peer, sizes, arriving, work))
+        while works:
+            peer, sizes, arriving, work = works.pop(0)
+            work.wait()
             wanted, source, place, *columns = arriving.split(sizes)
             own, numbers = halo.send_rows(peer), columns[0].clone() if columns else None
             ends = own.to(self._index)[source], place.clone()
             found[peer] = Request(own[wanted], *ends, numbers)
         return found
+
+    def _message(self, cut: Cut) -> Tensor:
+        """Packs a cut for the owner of its sources."""
+        place = torch.searchsorted(cut.slots, cut.target[1], out_int32=self._index != torch.long)
+        parts = [cut.rows, cut.source[1], place] + ([] if cut.pushed is None else [cut.pushed])
+        return torch.cat([part.to(self._index) for part in parts])
 
 
 def _pulled(edge_index: DistEdgeIndex, costs: Costs) -> Tensor:
@@ -197,8 +209,9 @@ class SplitEdges:
         plan: The halo plan of pulled rows.
         slots: The halo plan of slots: its own rows are the targets.
         pulls: Whether any worker pulls rows.
-        pulled: The pulled edges of each unit from 1 on.
-        pushed: The edges of each unit from 1 on that this worker goes through for its peer.
+        pulled: The pulled edges of each unit from 1 on, if there are any.
+        pushed: The edges of each unit from 1 on that this worker goes through for its peer; of a
+            part that shares its process, for all others. See [Note: joined].
     """
 
     def __init__(
@@ -213,23 +226,40 @@ class SplitEdges:
         self._pulled = cuts.pulled if numbered else None
         owners = [owner for owner, _ in halo.rounds()]
         self.pulled = []
-        for unit, owner in enumerate(owners, start=1):
+        for unit, owner in enumerate(owners if self.pulls else (), start=1):
             cut = cuts.mine[owner]
-            ends = torch.searchsorted(cut.rows, cut.source[0]), cut.target[0]
+            source = torch.searchsorted(cut.rows, cut.source[0])
             sizes = cut.rows.numel(), edge_index.num_targets
-            self.pulled.append(EdgeRun(unit, *ends, cut.pulled, *sizes, by_source=by_source))
+            self.pulled.append(
+                EdgeRun(unit, source, cut.target[0], cut.pulled, *sizes, by_source=by_source)
+            )
         requests = dict(enumerate(cuts.requests))
         cuts.mine.clear()  # For the sake of memory: the runs are all that is kept.
         cuts.requests.clear()
+        self._peers = [[peer] for peer in owners]
+        if is_hosted(halo):
+            self._peers = [sorted(owners)]
+        self._counts = [requests[q].source.numel() for q in range(halo.world_size)]
         self.pushed = []
-        for unit, peer in enumerate(owners, start=1):
-            asked = requests.pop(peer)
-            ends, columns = (asked.source, asked.place), asked.columns
-            del asked
-            sizes = halo.num_local, self.slots.halo_counts[peer]
-            self.pushed.append(EdgeRun(unit, *ends, columns, *sizes, by_source=by_source))
-            del ends, columns
+        for unit, peers in enumerate(self._peers, start=1):
+            ends = self._ends([requests.pop(peer) for peer in peers], peers)
+            sizes = halo.num_local, sum(self.slots.halo_counts[peer] for peer in peers)
+            self.pushed.append(EdgeRun(unit, *ends, *sizes, by_source=by_source))
+            del ends
         self._weights: OrderedDict[tuple[int, int], tuple[Tensor, list[Tensor]]] = OrderedDict()
+
+    def _ends(
+        self, requests: Sequence[Request], peers: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sources, slots and numbers of the edges of some peers, one after another."""
+        if len(requests) == 1:
+            return requests[0].source, requests[0].place, requests[0].columns
+        first = self.slots.halo_offsets
+        places = [asked.place + first[q] for asked, q in zip(requests, peers, strict=True)]
+        source = torch.cat([asked.source for asked in requests])
+        numbered = requests[0].columns is not None
+        numbers = torch.arange(source.numel(), device=source.device) if numbered else None
+        return source, torch.cat(places), numbers
 
     def pushed_weights(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
         """Constant weights of the pushed edges, by unit from 1 on, in the order of their run.
@@ -253,20 +283,24 @@ class SplitEdges:
     def sent(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
         """As :meth:`pushed_weights`, sent anew, and not kept."""
         halo, source = self._halo, edge_index.ends()[0]
-        found: list[Tensor] = [weight] * (halo.world_size - 1)
-        for unit, (owner, peer) in enumerate(halo.rounds(), start=1):
-            rows, first = halo.halo_slice(owner), halo.num_local
+        first, arriving, works = halo.num_local, {}, []
+        for owner, peer in halo.rounds():
+            rows = halo.halo_slice(owner)
             columns = ((source >= first + rows.start) & (source < first + rows.stop)).nonzero()
             columns = columns.view(-1)
             if self._pulled is not None:
                 columns = columns[~self._pulled[source[columns] - first]]
-            run = self.pushed[halo.world_size - unit - 1]  # the run of that peer
-            arriving = weight.new_empty(run.columns.numel())
-            halo.comm.exchange(weight[columns], owner, arriving, peer, label=_PLAN).wait()
-            # They come in the order of the peer's list.
-            part = torch.empty_like(arriving)
-            part[run.columns.argsort()] = arriving
-            found[halo.world_size - unit - 1] = part
+            arriving[peer] = weight.new_empty(self._counts[peer])
+            ends = owner, arriving[peer], peer
+            works.append(halo.comm.exchange(weight[columns], *ends, label=_PLAN))
+        for work in works:
+            work.wait()
+        found = []
+        for peers, run in zip(self._peers, self.pushed, strict=True):
+            # They come in the order of the peers' lists.
+            part = weight.new_empty(run.columns.numel())
+            part[run.columns.argsort()] = torch.cat([arriving[peer] for peer in peers])
+            found.append(part)
         return found
 
 
@@ -291,15 +325,19 @@ def split_edges(
     Args:
         edge_index: Distributed edges.
         costs: Of a pulled and of a pushed row.
-        near: The same where all workers read each other's memory; ``None``: nothing is pushed then.
+        near: The same where all workers read each other's memory, or share a process; ``None``:
+            nothing is pushed then.
         numbered: Whether the edges' numbers will be asked for.
         by_source: Whether the edges will be asked for by source alone.
     """
-    if edge_index.plan.world_size == 1 or edge_index.plan.comm.host is not None:
+    plan = edge_index.plan
+    if plan.world_size == 1:
         return None
 
     def make() -> tuple[SplitEdges | None]:
-        chosen = costs if costs == near or rows_travel(edge_index.plan.comm) else near
+        chosen = near
+        if not is_hosted(plan) and (costs == near or rows_travel(plan.comm)):
+            chosen = costs
         if chosen is None:
             return (None,)
         with torch.inference_mode(False):

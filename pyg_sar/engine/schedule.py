@@ -86,10 +86,10 @@ def _stages(shards: Shards, split: SplitEdges | None) -> tuple[Stage, ...]:
     if split is None:
         return (Stage(rows_of(shards.plan), shards.blocks),)
     own = shards.blocks[0]
-    there = Stage(HaloRows(split.slots), [own, *split.pushed], there=True)
+    there = Stage(rows_of(split.slots), [own, *split.pushed], there=True)
     if not split.pulls:
         return (there,)
-    return there, Stage(HaloRows(split.plan), [None, *split.pulled])
+    return there, Stage(rows_of(split.plan), [None, *split.pulled])
 
 
 def rows_of(plan: HaloPlan) -> Exchange:

@@ -29,6 +29,7 @@ from torch import Tensor
 from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, Subject, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import (
+    WHOLE,
     RowSink,
     RowSource,
     Travel,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from pyg_sar.comm.group import Work
 
 _PLAN: Label = ("", "", "plan")
-_WHOLE = 0.6  # A copy of all rows takes as long as gathering this part of them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
     sends = {q: plan.send_rows(q) for q in near if plan.send_rows(q).numel()}
     rows: Tensor | None = torch.unique(torch.cat(list(sends.values()))) if sends else None
     count = 0 if rows is None else rows.numel()
-    if rows is not None and count >= _WHOLE * plan.num_local:
+    if rows is not None and count >= WHOLE * plan.num_local:
         rows, count = None, plan.num_local
     counts, index = {}, {}
     for owner, peer in plan.rounds():

@@ -7,13 +7,15 @@ for any number of processes.
 
 [Note: published rows] In each pass a part publishes the rows that other parts need of it, each
 once. When all parts of a process have come so far, rows that other processes' parts need go there,
-each once per process. Then part after part gathers its halo from these tables.
+each once per process. Then a consumer that finds rows by an index reads them in these tables, part
+after part; for others, and from a store, each part's halo is gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, exchange_rows, narrowed
 from pyg_sar.exchange.rows import (
+    WHOLE,
     RowSink,
     RowSource,
     Travel,
@@ -33,6 +36,7 @@ from pyg_sar.exchange.rows import (
     add_distinct_rows,
     layout_of,
 )
+from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label, tracked_buffer
 
 _PLAN: Label = ("", "", "plan")
@@ -68,12 +72,32 @@ class Published:
     """A plan's published rows, agreed once by all parts together. See [Note: published rows].
 
     Attributes:
-        rows: Own rows that the part publishes, those with the same readers one after another.
+        rows: Own rows that the part publishes; ``None``: all.
         routes: The same for all parts of a process.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     routes: Routes
+
+    def write(
+        self, out: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype, how: Travel
+    ) -> None:
+        """Fills the part's table with its rows of a dtype, as they travel.
+
+        Args:
+            out: ``[num_rows, width]``.
+            tensors: Node tensors ``[num_local, *]``.
+            dtype: Of the rows.
+            how: Their wire and scale.
+        """
+        layout, device = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors]), tensors[0].device
+        with torch.no_grad():
+            if how.wire.is_exact and device == out.device:
+                layout.write(out, tensors, dtype, self.rows, how.scale)
+                return
+            rows = torch.arange(out.size(0), device=device) if self.rows is None else self.rows
+            if rows.numel():
+                out.copy_(how.wire.encode(layout.pack(tensors, rows, dtype, how.scale)))
 
 
 def published_rows(plan: HaloPlan) -> Published:
@@ -81,19 +105,28 @@ def published_rows(plan: HaloPlan) -> Published:
     if plan.agreed.published is None:
         comm: Any = plan.comm
         sends = [plan.send_rows(q).cpu() for q in range(plan.world_size)]
-        rows = _by_readers(sends)
-        places = torch.empty(plan.num_local, dtype=torch.long)
-        places[rows] = torch.arange(rows.numel())
-        positions = [places[found] for found in sends]
-        thing = positions, plan.halo_counts, rows.numel()
+        rows = _rows_to_publish(plan.num_local, sends, comm.host.store is not None)
+        count, positions = plan.num_local, sends
+        if rows is not None:
+            count, places = rows.numel(), torch.empty(plan.num_local, dtype=torch.long)
+            places[rows] = torch.arange(count)
+            positions = [places[wanted] for wanted in sends]
+            rows = rows.to(plan.send_index.device)
+        thing = positions, plan.halo_counts, count
 
         def combine(brought: dict[int, Any]) -> Any:
             return _agree(comm.host, brought)
 
         routes = comm.come("halo plan", _PLAN, "", thing, combine)()
-        plan.agreed.published = Published(rows.to(plan.send_index.device), routes)
+        plan.agreed.published = Published(rows, routes)
     found: Published = plan.agreed.published
     return found
+
+
+def _rows_to_publish(num_local: int, sends: Sequence[Tensor], waits: bool) -> Tensor | None:
+    """Which rows a part publishes; ``None``: all, which are copied faster than most of them."""
+    rows = _by_readers(sends) if waits else torch.unique(torch.cat(list(sends)))
+    return None if rows.numel() >= WHOLE * num_local and not waits else rows
 
 
 def _by_readers(sends: Sequence[Tensor]) -> Tensor:
@@ -114,7 +147,7 @@ def _by_readers(sends: Sequence[Tensor]) -> Tensor:
 
 
 def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) -> Routes:
-    """Index by reading part and owner; and what goes to, and comes from, other processes."""
+    """Where each part's halo rows are; and what goes to, and comes from, other processes."""
     outer, parts, where = host.outer, host.parts, host.rows_on
     index: dict[int, list[Any]] = {k: [None] * host.num_parts for k in parts}
     leaving: dict[int, dict[int, Tensor]] = {}
@@ -123,7 +156,7 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
     sizes = {k: brought[k][2] for k in parts}
     for k in parts:
         for q in parts:
-            index[k][q] = narrowed(brought[q][0][k]).to(where)
+            index[k][q] = brought[q][0][k]
     with host.unpaged():
         for w, theirs in enumerate(host.hosted):
             if w == outer.rank:
@@ -150,10 +183,15 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
         order = [(q, k) for q in theirs for k in parts]  # as they were sent
         cuts = [brought[k][1][q] for q, k in order]
         for (q, k), part in zip(order, received.split(cuts), strict=True):
-            index[k][q] = narrowed(part.clone()).to(where)
+            index[k][q] = part
     away = {w: {k: rows.to(where) for k, rows in found.items()} for w, found in leaving.items()}
     piece = min((size for size in pieces if size is not None), default=None)
-    return Routes([sizes[q] for q in range(host.num_parts)], index, away, piece)
+    first = [0, *accumulate(sizes[q] for q in range(host.num_parts))]
+    places = {
+        k: narrowed(torch.cat([part + first[q] for q, part in enumerate(parts)])).to(where)
+        for k, parts in index.items()
+    }
+    return Routes([sizes[q] for q in range(host.num_parts)], places, away, piece)
 
 
 # Rows come ####################################################################
@@ -169,33 +207,44 @@ class PartSource(RowSource):
     """
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
-        self.plan, self.tensors, self.label = plan, list(tensors), how.label
-        self.wire, self.use, self.scale = how.wire, how.use, how.scale
+        self.plan, self.tensors, self.how, self.label = plan, list(tensors), how, how.label
         self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
         self.published = published_rows(plan)
         self._take: Any = None
 
     def open(self, unit: int) -> UnitRows:
-        """Own rows as they are; halo rows by owner, gathered."""
+        """Own rows as they are; halo rows by owner: where they lie, or gathered."""
         if unit == 0:
             self._publish()
             return UnitRows(self.tensors)
         plan, take, self._take = self.plan, self._take, None
         tables: Tables = take()
-        buffers = []
+        self._hold(plan.num_halo)
+        found = self._in_place(tables)
+        return self._gathered(tables) if found is None else found
+
+    def _in_place(self, tables: Tables) -> UnitRows | None:
+        """The halo rows where they lie, if the consumer and the tables allow it."""
+        how, on_cpu = self.how, self.tensors[0].device.type == "cpu"
+        if how.use is not Use.IN_PLACE or not how.wire.is_exact or not on_cpu:
+            return None
+        found = tables.in_place(self.plan.rank)
+        if found is None:
+            return None
+        self._count(0, 0)
+        rows, places = found
+        return UnitRows(rows if self.layout.plain else self.layout.unpack(rows), places)
+
+    def _gathered(self, tables: Tables) -> UnitRows:
+        plan, wire, buffers = self.plan, self.how.wire, []
         for number, (dtype, width) in enumerate(self.layout.widths):
-            counted = plan.num_halo if number == 0 and self.use is Use.KEEPS else 0
+            counted = plan.num_halo if number == 0 and self.how.use is Use.KEEPS else 0
             shape, device = (plan.num_halo, width), self.tensors[0].device
             ledgers = plan.comm.ledgers
             buffers.append(tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device))
-        self._hold(plan.num_halo)
-        rows, size = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
-        label = (self.label[0], self.label[1], "load")
-        count_all(plan.comm.ledgers, label, 0, size, STORE)
-        for ledger in plan.comm.ledgers:
-            ledger.gather(label, rows, plan.num_halo)
+        self._count(*tables.gather(plan.rank, [wire.landing(buffer) for buffer in buffers]))
         for buffer in buffers:
-            self.wire.land(buffer)
+            wire.land(buffer)
         return UnitRows(self.layout.unpack(buffers))
 
     def close(self, unit: int) -> None:
@@ -205,31 +254,36 @@ class PartSource(RowSource):
 
     def _hold(self, rows: int) -> None:
         """Has ledgers count halo rows, which are not kept, as resident."""
-        if self.use is not Use.KEEPS:
+        if self.how.use is not Use.KEEPS:
             for ledger in self.plan.comm.ledgers:
                 ledger.hold(self.label[0], rows)
 
+    def _count(self, rows: int, size: int) -> None:
+        """Has ledgers count the halo rows, of which so many came from the store."""
+        ledgers, label = self.plan.comm.ledgers, (self.label[0], self.label[1], "load")
+        count_all(ledgers, label, 0, size, STORE)
+        for ledger in ledgers:
+            ledger.gather(label, rows, self.plan.num_halo)
+
     def _publish(self) -> None:
-        plan, layout = self.plan, self.layout
-        rows, routes = self.published.rows, self.published.routes
+        plan, wire, published = self.plan, self.how.wire, self.published
         comm: Any = plan.comm
         host: Host = comm.host
-        with torch.no_grad():
-            messages = [
-                self.wire.encode(layout.pack(self.tensors, rows, dtype, self.scale))
-                for dtype, _ in layout.widths
-            ]
-        kinds = [(message.dtype, message.size(1)) for message in messages]
+        kinds = [_message_kind(wire, *kind) for kind in self.layout.widths]
         store = host.store
         name = comm.name_of("rows", self.label, str(kinds))
 
         def make() -> Tables:
-            if store is None or store.rows is None:
-                return Tables(host, routes, kinds, self.label)
-            return StoredTables(host, routes, kinds, self.label, store, store.rows)
+            size = published.routes.first[-1] * _row_bytes(kinds)
+            if store is None or store.rows is None or store.holds(size):
+                return Tables(host, published.routes, kinds, self.label)
+            return StoredTables(host, published.routes, kinds, self.label, store, store.rows)
+
+        def write(number: int, out: Tensor) -> None:
+            published.write(out, self.tensors, self.layout.widths[number][0], self.how)
 
         tables = host.share(plan.rank, name, make)
-        tables.publish(plan.rank, messages)
+        tables.publish(plan.rank, write)
         self._take = host.come(
             plan.rank,
             name,
@@ -237,15 +291,21 @@ class PartSource(RowSource):
             lambda _: Started(tables.exchange(), tables),
             lambda: tables.expects(plan.rank),
         )
-        row = _row_bytes(messages)
+        row = _row_bytes(kinds)
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
 
 
-def _row_bytes(tables: Sequence[Tensor]) -> int:
+def _message_kind(wire: Wire, dtype: torch.dtype, width: int) -> tuple[torch.dtype, int]:
+    """Dtype and values of a row as it travels."""
+    row = wire.encode(torch.zeros(1, width, dtype=dtype))
+    return row.dtype, row.size(1)
+
+
+def _row_bytes(kinds: Sequence[tuple[torch.dtype, int]]) -> int:
     """Bytes of a row, as it travels."""
-    return sum(table.size(1) * table.element_size() for table in tables)
+    return sum(width * dtype.itemsize for dtype, width in kinds)
 
 
 # Rows go ######################################################################
@@ -290,18 +350,16 @@ class PartSink(RowSink):
             if plan.halo_counts[q]
         }
         self._packed = []
-        device = self.totals[0].device
-        like = [torch.zeros(1, width, dtype=dtype, device=device) for dtype, width in layout.widths]
-        widths = [self.wire.encode(row) for row in like]
+        kinds = [_message_kind(self.wire, *kind) for kind in layout.widths]
         piece = published_rows(plan).routes.piece
 
         def combine(brought: dict[int, Any]) -> Any:
-            return _return(comm.host, brought, widths, piece, self.label)
+            return _return(comm.host, brought, kinds, piece, self.label)
 
         form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
         thing = pieces, plan.send_counts
         self._take = comm.come("gradient rows", self.label, form, thing, combine)
-        row = _row_bytes(widths)
+        row = _row_bytes(kinds)
         out = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
@@ -336,7 +394,11 @@ class PartSink(RowSink):
 
 
 def _return(
-    host: Host, brought: dict[int, Any], widths: Sequence[Tensor], piece: int | None, label: Label
+    host: Host,
+    brought: dict[int, Any],
+    kinds: Sequence[tuple[torch.dtype, int]],
+    piece: int | None,
+    label: Label,
 ) -> Any:
     """Messages by part that they come from and part that they are for."""
     outer = host.outer
@@ -344,13 +406,14 @@ def _return(
         (k, q): brought[k][0][q] for k in host.parts for q in host.parts if q in brought[k][0]
     }
     works = []
-    for number, like in enumerate(widths) if outer.world_size > 1 else ():
+    for number, (dtype, width) in enumerate(kinds) if outer.world_size > 1 else ():
+        nothing = torch.empty(0, width, dtype=dtype, device=outer.device)
         sends, sizes, pairs = {}, {}, []
         for w, theirs in enumerate(host.hosted):
             if w == outer.rank:
                 continue
             sends[w] = [
-                brought[k][0][q][number] if q in brought[k][0] else like[:0]
+                brought[k][0][q][number] if q in brought[k][0] else nothing
                 for q in theirs
                 for k in host.parts
             ]

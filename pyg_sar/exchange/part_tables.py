@@ -1,12 +1,14 @@
 """Tables of published rows, of one pass: in memory, or in the store with a planned cache.
 
 [Note: numbering] Published rows are numbered over all parts that are read here, in the order of the
-parts: of parts of this process all that they publish, of others what this process's parts read.
+parts: of parts of this process all that they publish, of others what this process's parts read. In
+memory they lie in one tensor in this order, where consumers read them by their numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from pyg_sar.wording import counted
 _Ints = NDArray[Any]
 Read = Callable[[int, int, Tensor], None]
 """``read(start, stop, out)`` fills ``out`` with the published rows from ``start`` to ``stop``."""
+Write = Callable[[int, Tensor], None]
+"""``write(number, out)`` fills ``out`` with the rows that a part publishes, of one message."""
 
 MOVE_BYTES = 2**20
 """Rows are copied by index in groups of so many bytes, which bounds the memory of the copies."""
@@ -219,20 +223,23 @@ class Routes:
 
     Args:
         sizes: Rows that each part publishes, or that are read of it here. ``[P]``.
-        index: By part of this process and owner, where its halo rows are in the owner's table.
+        places: By part of this process, the numbers of its halo rows (see [Note: numbering]).
         leaving: By worker and part of this process, the rows of its table that go there.
         piece: Bytes of rows that are on their way at once (:func:`exchange_rows`).
+
+    Attributes:
+        first: The number of each part's first row, and at last how many there are, ``[P + 1]``.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
-        index: dict[int, list[Tensor]],
+        places: dict[int, Tensor],
         leaving: dict[int, dict[int, Tensor]],
         piece: int | None,
     ) -> None:
-        self.sizes, self.index, self.leaving = list(sizes), index, leaving
-        self.piece = piece
+        self.sizes, self.places, self.leaving = list(sizes), places, leaving
+        self.first, self.piece = [0, *accumulate(sizes)], piece
         self._plans: dict[int, StoredPlan] = {}
 
     def has_plan(self, capacity: int) -> bool:
@@ -241,7 +248,7 @@ class Routes:
 
     def planning_bytes(self) -> int:
         """Bytes that planning takes at most, about: NumPy's, which the store does not count."""
-        halo = sum(index.numel() for owners in self.index.values() for index in owners)
+        halo = sum(places.numel() for places in self.places.values())
         return PLANNING[0] * halo + PLANNING[1] * sum(self.sizes)
 
     def plan(self, host: Host, capacity: int) -> StoredPlan:
@@ -269,15 +276,11 @@ class StoredPlan:
     rows: RowPlan
 
     def __init__(self, routes: Routes, host: Host, capacity: int) -> None:
-        first = np.concatenate([[0], np.cumsum(routes.sizes)])
+        first = np.array(routes.first)
         needs = [np.empty(0, np.int64) for _ in routes.sizes]
         self.order: dict[int, Tensor | None] = {}
         for part in host.parts:
-            positions = [
-                first[q] + index.numpy().astype(np.int64)
-                for q, index in enumerate(routes.index[part])
-            ]
-            need = np.concatenate(positions)
+            need = routes.places[part].numpy().astype(np.int64)
             order = None
             if (np.diff(need) < 0).any():
                 order = np.argsort(need)
@@ -318,14 +321,16 @@ class Tables:
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
-        self._rows: dict[int, list[Tensor]] = {}
+        self._rows: list[Tensor] = []
         self._leaving: dict[int, list[list[Tensor]]] = {}  # by worker, of each message
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
         self._order, self._gathered = list(host.parts), 0
 
-    def publish(self, part: int, messages: Sequence[Tensor]) -> None:
-        """Takes in a part's table: rows of each message."""
-        messages = [message.to(self.host.rows_on) for message in messages]
+    def publish(self, part: int, write: Write) -> None:
+        """Takes in a part's table."""
+        messages = self._room(part)
+        for number, message in enumerate(messages):
+            write(number, message)
         k, pieces = part - self.host.parts.start, self.routes.piece is not None
         for w, wanted in self.routes.leaving.items():
             sizes = [wanted[p].numel() for p in self.host.parts]
@@ -372,6 +377,16 @@ class Tables:
         """Rows that were read from the store so far, and their bytes."""
         return 0, 0
 
+    def in_place(self, part: int) -> tuple[list[Tensor], Tensor] | None:
+        """All published rows of each message, and which of them are a part's halo rows.
+
+        ``None`` where they don't lie in memory: :meth:`gather` fills buffers with them.
+        """
+        self._settle()
+        rows = list(self._rows)
+        self._count()
+        return rows, self.routes.places[part]
+
     def gather(self, part: int, into: Sequence[Tensor]) -> tuple[int, int]:
         """Fills a part's halo rows, of each message, in the order of its halo.
 
@@ -384,32 +399,45 @@ class Tables:
             self._gather(part, number, out)
         rows, size = self.loaded()
         found = rows - before[0], size - before[1]
+        self._count()
+        return found
+
+    def _count(self) -> None:
         self._gathered += 1
         if self._gathered == len(self._order):
             self._close()
-        return found
 
     # Where the rows are ------------------------------------------------------
 
+    def _room(self, part: int) -> list[Tensor]:
+        """Room for a part's rows, of each message."""
+        first = self.routes.first
+        if not self._rows:
+            self._rows = [
+                self.host.take_rows((first[-1], width), dtype) for dtype, width in self.kinds
+            ]
+        return [rows[first[part] : first[part + 1]] for rows in self._rows]
+
     def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
-        self._rows[part] = list(messages)
+        for room, rows in zip(self._room(part), messages, strict=True):
+            if room.data_ptr() != rows.data_ptr():  # They came from another process.
+                room.copy_(rows)
 
     def _gather(self, part: int, number: int, out: Tensor) -> None:
-        if out.device != (rows_on := self.host.rows_on) and rows_on.type == "cpu":
+        rows, places = self._rows[number], self.routes.places[part]
+        if out.device != rows.device:
             pin = out.device.type == "cuda"
-            rows = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
-            self._gather(part, number, rows)
-            out.copy_(rows, non_blocking=True)
+            buffer = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
+            torch.index_select(rows, 0, places, out=buffer)
+            out.copy_(buffer, non_blocking=True)
             return
-        start = 0
-        for owner, index in enumerate(self.routes.index[part]):
-            if index.numel():
-                stop = start + index.numel()
-                torch.index_select(self._rows[owner][number], 0, index, out=out[start:stop])
-                start = stop
+        torch.index_select(rows, 0, places, out=out)
 
     def _close(self) -> None:
-        self._rows.clear()
+        store = self.host.store
+        for rows in self._rows if isinstance(store, PartStore) else ():
+            store.give_slots(rows, again=False)
+        self._rows = []
 
 
 class StoredTables(Tables):
@@ -473,6 +501,13 @@ class StoredTables(Tables):
     def expects(self, part: int) -> bool:
         """In the order that the cache was planned for. Turns may begin elsewhere after a wait."""
         return self._order[self._gathered] == part
+
+    def in_place(self, part: int) -> None:
+        """Rows lie in the file and in the cache."""
+
+    def _room(self, part: int) -> list[Tensor]:
+        count = self.routes.sizes[part]
+        return [torch.empty(count, width, dtype=dtype) for dtype, width in self.kinds]
 
     def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
         for number, message in enumerate(messages):

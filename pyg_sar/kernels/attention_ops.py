@@ -295,8 +295,9 @@ def arguments_of(attention: Attention, segments: Segments, widen: bool = True) -
     keys = a.drop_key.to(torch.int32) if a.p > 0 and a.drop_key is not None else None
     words = fallback.split_seed(a.seed) if a.p > 0 else (0, 0)
     ends = segments.source, segments.offsets, segments.targets, segments.edges
-    score = number_of(a.kind), cast(Tensor, value), *others, a.slope, a.scale
-    return Arguments(*score, *ends, keys, *words, a.p)
+    score = number_of(a.kind), value, *others, a.slope, a.scale
+    arguments: tuple[Any, ...] = (*score, *ends, keys, *words, a.p)
+    return Arguments(*arguments)
 
 
 def takes_attention(attention: Attention, num_targets: int) -> bool:

@@ -15,13 +15,16 @@ head of an edge e = (j -> i):
     \sum_c \mathrm{att}_c \, \mathrm{leaky}(k_j + q_i + \epsilon_e)_c & \text{gatv2} \\
     \mathrm{leaky}(\mathrm{scale} \, \langle q_i, k_j + \epsilon_e \rangle) & \text{dot} \\
     \mathrm{leaky}((\langle \mathrm{att}_0, k_j \rangle + \langle \mathrm{att}_1, q_i \rangle)
-        \, \sigma(\langle q_i, k_j \rangle)) & \text{mixed}
+        \, \sigma(\langle q_i, k_j \rangle)) & \text{mixed} \\
+    \mathrm{leaky}(\langle \mathrm{att}, \mathrm{leaky}(k_j + \epsilon_e) \rangle + q_i)
+        & \text{nested}
     \end{cases}
 
 These are the scores of GATConv and RGATConv, GATv2Conv, TransformerConv (and AGNNConv, HGTConv,
-SuperGATConv's "SD"; slope 1 but for the last), and SuperGATConv's "MX". With ``dot`` the edge term
-is part of the value too. ``tanh`` (FAConv) has weights that are not normalised:
-:math:`\mathrm{out}_i = \sum_e \tanh(k_j + q_i) \, \mathrm{edge\_attr}_e \, v_j`.
+SuperGATConv's "SD"; slope 1 but for the last), SuperGATConv's "MX", and GATEConv.
+
+With ``dot`` the edge term is part of the value too. ``tanh`` (FAConv) has weights that are not
+normalised: :math:`\mathrm{out}_i = \sum_e \tanh(k_j + q_i) \, \mathrm{edge\_attr}_e \, v_j`.
 """
 
 from typing import NamedTuple
@@ -64,6 +67,7 @@ def declared() -> list[Score]:
         Score("dot", False, False, False, 0, "key and value", False, True),
         Score("mixed", False, False, False, 2, "none", False, True),
         Score("tanh", True, True, False, 0, "factor", True, False),
+        Score("nested", False, True, False, 1, "key", False, True),
     ]
 
 
@@ -121,6 +125,8 @@ def edge_scores(
         scores = over_channels(leaky(x, slope) * att)
     elif kind == 2:
         scores = leaky(over_channels(query * x) * scale, slope)
+    elif kind == 5:
+        scores = leaky(over_channels(att * leaky(x, slope)) + query, slope)
     else:
         ends = over_channels(att * x) + over_channels(att_of_query * query)
         scores = leaky(ends * sigmoid(over_channels(query * x)), slope)
@@ -158,6 +164,12 @@ def edge_gradients(
         slopes = per_channel(through_leaky(grad_scores, inner, slope) * scale)
         of_x, of_query = slopes * query, slopes * x
         of_att, of_att_2 = of_x, of_x
+    elif kind == 5:
+        inner = leaky(x, slope)
+        of_query = through_leaky(grad_scores, over_channels(att * inner) + query, slope)
+        of_x = through_leaky(per_channel(of_query) * att, x, slope)
+        of_att = per_channel(of_query) * inner
+        of_att_2 = of_att
     else:
         ends = over_channels(att * x) + over_channels(att_of_query * query)
         gate = sigmoid(over_channels(query * x))

@@ -211,7 +211,8 @@ def attention_backward_(*given: Any) -> None:
     reached = (targets, sources) if transposed else (sources, targets)
     numbered = _numbered(a.edge_attr, a.drop_key)
     edges = a.edges if numbered else None
-    _check_edges(a.source, a.offsets, a.targets, edges, *reached, numbered)
+    read, written = reached
+    _check_edges(a.source, a.offsets, a.targets, edges, read, written, numbered)
     if places is not None:
         _check_index(places, a.value.size(0), "'places' names a row")
     shared_att, shared_weight = _copies(grad_att), _copies(grad_edge_weight)

@@ -40,6 +40,7 @@ from torch_geometric.nn import (
     SuperGATConv,
     TransformerConv,
 )
+from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import scatter
 
 from pyg_sar.engine.kernels.relational import RelationalTerms
@@ -85,7 +86,7 @@ def attention_of(
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
     """The attention's output ``[N, H, C]`` in the shape of the layer's aggregated messages."""
-    return out.flatten(1) if isinstance(layer, AGNNConv | FAConv | HGTConv) else out
+    return out.flatten(1) if isinstance(layer, AGNNConv | FAConv | GATEConv | HGTConv) else out
 
 
 def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
@@ -216,6 +217,29 @@ def _fa(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
     )
 
 
+def _gate(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
+    x, alpha = kwargs["x"], kwargs["alpha"]
+    if not isinstance(alpha, DeferredEdge) or alpha.kwargs["x"] is not x or x.dim() != 2:
+        return None
+    edge_attr = alpha.kwargs["edge_attr"]
+    if not isinstance(edge_attr, Tensor) or edge_attr.dim() != 2:
+        return None
+    if not all(map(_is_plain_linear, (layer.lin1, layer.lin2))):
+        return None
+    of_x, of_edges = layer.lin1.weight.split([x.size(1), edge_attr.size(1)], dim=1)
+    return Attention(
+        kind="nested",
+        value=layer.lin2(x).unsqueeze(1),
+        key=(x @ of_x.t()).unsqueeze(1),
+        query=x @ layer.att_r.t(),
+        att=layer.att_l,
+        edge_attr=edge_attr,
+        edge_weight=of_edges.t().unsqueeze(1),
+        slope=0.01,  # that of F.leaky_relu_
+        **_dropout(layer),
+    )
+
+
 def _hgt(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
     key = kwargs["k"]
     if layer._propagate_forward_pre_hooks or kwargs["edge_attr"].dim() != 2:
@@ -295,6 +319,7 @@ _LAYERS = {
     AGNNConv: _agnn,
     SuperGATConv: _supergat,
     FAConv: _fa,
+    GATEConv: _gate,
     HGTConv: _hgt,
     RGATConv: _rgat,
 }

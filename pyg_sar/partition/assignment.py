@@ -345,18 +345,19 @@ def check_graph(data: Data, whole: bool = True) -> tuple[Tensor, int]:
         raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
     num_nodes = whole_number("data.num_nodes", num_nodes)
     edge_index = edges_of(data, whole)
-    if edge_index.numel() > 0:
-        low, high = _range(edge_index)
-        if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to "
-                f"{high}); correct it or set data.num_nodes"
-            )
+    low, high = _range(edge_index)
+    if low < 0 or high >= num_nodes:
+        raise ValueError(
+            f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to {high}); "
+            "correct it or set data.num_nodes"
+        )
     return edge_index, num_nodes
 
 
 def _range(ids: Tensor) -> tuple[int, int]:
-    """Returns the least and the largest id, of any integer dtype, read in pieces."""
+    """Returns the least and the largest id, of any integer dtype, read in pieces; (0, -1): none."""
+    if not ids.numel():
+        return 0, -1
     pieces = [piece.long().aminmax() for piece in ids.split(2**20, dim=-1)]
     return min(int(low) for low, _ in pieces), max(int(high) for _, high in pieces)
 
@@ -512,7 +513,7 @@ def _edges(
                 f"set data['{name}'].num_nodes"
             )
         count = num_nodes[name]
-        low, high = _range(edges[row]) if edges.numel() else (0, -1)
+        low, high = _range(edges[row])
         if low < 0 or high >= count:
             raise ValueError(
                 f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "

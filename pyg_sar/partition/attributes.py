@@ -20,7 +20,7 @@ matrices are checked here, where they are made.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -202,39 +202,58 @@ def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
 # Encoding ################################################################################
 
 
-def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) -> dict[str, Column]:
-    """Encodes the attributes of the nodes of one type, or of the edges of one relation.
+def named_attributes(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of a graph or store that are stored as such, or are lists of ids."""
+    for name, value in values.items():
+        if name not in ("edge_index", "num_nodes", *RESERVED) and value is not None:
+            yield name, value
 
-    What has ``count`` rows is of that level, everything else graph-level.
+
+def encode_all(
+    values: Mapping[str, Any],
+    level: Callable[[str, Any], str],
+    counts: Mapping[str, int],
+    owner: str,
+) -> dict[str, Column]:
+    """Encodes the attributes of a graph, or of the nodes of one type or edges of one relation.
 
     Args:
-        store: The attributes by name.
-        level: ``'node'`` or ``'edge'``.
-        count: Nodes of the type, or edges of the relation.
+        values: The attributes by name.
+        level: Returns an attribute's level.
+        counts: Rows of the levels other than the graph.
         owner: How errors name the store.
 
     Raises:
         ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
             reserved name.
     """
+    of = "" if owner == "the graph" else f" of {owner}"
+    for name in RESERVED:
+        if values.get(name) is not None:
+            raise ValueError(
+                f"The attribute '{name}'{of} has the name of the global ids in a partition; rename "
+                f"it, for example to 'orig_{name}'"
+            )
     columns = {}
-    required = {"node": NODE_NAMES, "edge": EDGE_NAMES}.get(level, ())
-    for name, value in store.items():
-        if name in ("edge_index", "num_nodes") or value is None:
-            continue
+    for name, value in named_attributes(values):
+        found = level(name, value)
+        _check_level(name, value, found, counts, of)
         try:
-            if name in RESERVED:
-                raise ValueError("is the name of the global ids in a partition; rename it")
-            found = level if rows_of(name, value) == count else "graph"
-            if found == "graph" and (is_sparse(value) or name in required):
-                raise ValueError(
-                    f"should have one row per {level}, {counted(count, 'rows')} (got "
-                    f"{type(value).__name__} of shape {list(getattr(value, 'shape', []))})"
-                )
             columns[name] = encode(name, value, found)
         except ValueError as error:
-            raise ValueError(f"'{name}' of {owner}: {error}") from error
+            raise (ValueError(f"'{name}'{of}: {error}") if of else error) from error
     return columns
+
+
+def _check_level(name: str, value: Any, level: str, counts: Mapping[str, int], of: str) -> None:
+    """Raises where an attribute should have a row per node or edge, and has others."""
+    for expected, names in (("node", NODE_NAMES), ("edge", EDGE_NAMES)):
+        if expected in counts and level != expected and name in names:
+            raise ValueError(
+                f"Expected '{name}'{of} to have one row per {expected}, "
+                f"{counted(counts[expected], 'rows')} (got {type(value).__name__} of shape "
+                f"{list(getattr(value, 'shape', []))})"
+            )
 
 
 def rows_of(name: str, value: Any) -> int:
@@ -321,6 +340,8 @@ def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -
 
 
 def _encode_sparse(value: Any, level: str) -> Column:
+    if level == "graph":
+        raise ValueError(f"its {counted(value.size(0), 'rows')} are not one per node or edge")
     if isinstance(value, SparseTensor):
         crow, column, entries = value.csr()
         form, shape = "SparseTensor", value.sizes()

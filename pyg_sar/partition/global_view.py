@@ -40,19 +40,11 @@ STATES: Label = ("", "", "random states")
 _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
 
 
-def draw_alike(comm: Communicator) -> None:
-    """Gives all workers' generators of random numbers the state of rank 0's. Collective.
-
-    NumPy's and Python's too: splits are often drawn by ``numpy.random.permutation``.
-    """
-    if comm.world_size > 1:
-        share_random_states(comm)
-
-
 def share_random_states(comm: Communicator) -> None:
     """Gives all workers the states of rank 0's generators: PyTorch's, NumPy's and Python's.
 
-    PyTorch's are the CPU's and, where workers compute on GPUs, the GPU's.
+    PyTorch's are the CPU's and, where workers compute on GPUs, the GPU's. Splits are often drawn by
+    ``numpy.random.permutation``.
 
     Args:
         comm: The communicator. All workers call this together.

@@ -116,33 +116,22 @@ class Layout:
         return torch.cat([self.send_rows(p, q) for q in range(self.num_parts)]).int()
 
 
-def make_layout(
-    edge_index: Tensor, part: Tensor, num_parts: int, scratch: Scratch | None = None
+def group_edges(
+    edge_index: Tensor,
+    sources: NodeOrder,
+    targets: NodeOrder | None = None,
+    scratch: Scratch | None = None,
 ) -> Layout:
-    """Groups nodes of one type and the edges between them by part, and finds the halos.
+    """Groups edges by part, and finds the halos.
 
     Args:
         edge_index: Edges (source, target), int64, shape ``[2, num_edges]``; with ``scratch`` of
             any integer dtype.
-        part: Part of each node, int64, shape ``[num_nodes]``.
-        num_parts: The number of parts.
+        sources: The nodes of the sources' type.
+        targets: Those of the targets' type; the same by default.
         scratch: Where grouped edges and halos go. See [Note: bounded memory].
     """
-    nodes = NodeOrder.of(part, num_parts)
-    return group_edges(edge_index, nodes, nodes, scratch)
-
-
-def group_edges(
-    edge_index: Tensor, sources: NodeOrder, targets: NodeOrder, scratch: Scratch | None = None
-) -> Layout:
-    """Groups edges between nodes of two types by part, and finds the halos.
-
-    Args:
-        edge_index: As of :func:`make_layout`.
-        sources: The nodes of the sources' type.
-        targets: Those of the targets' type.
-        scratch: As of :func:`make_layout`.
-    """
+    targets = sources if targets is None else targets
     part, num_parts = sources.part, sources.num_parts
     edge_order: Tensor | GroupedEdges
     if scratch is None:
@@ -217,10 +206,7 @@ class PartitionStatistics(Shown):
         counts = {"nodes": self.nodes, "edges": self.edges, "halo rows": self.halo}
         if self.training_nodes is not None:
             counts["training nodes"] = self.training_nodes
-        return {
-            name: max(values) * len(values) / sum(values) if sum(values) else 1.0
-            for name, values in counts.items()
-        }
+        return {name: _balance(values) for name, values in counts.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as plain values that JSON can hold."""
@@ -246,11 +232,6 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
         layout: The partition.
         train_mask: bool ``[N]``, or ``[N, k]``, of which the first split is counted.
     """
-    training = None
-    if train_mask is not None:
-        mask = train_mask if train_mask.dim() == 1 else train_mask[:, 0]
-        part = layout.sources.part
-        training = torch.bincount(part[mask], minlength=layout.num_parts).tolist()
     return PartitionStatistics(
         num_parts=layout.num_parts,
         num_nodes=layout.sources.part.numel(),
@@ -259,8 +240,17 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
         nodes=layout.sources.counts.tolist(),
         edges=layout.edge_offsets.diff().tolist(),
         halo=[halo.numel() for halo in layout.halos],
-        training_nodes=training,
+        training_nodes=_training(layout.sources, train_mask),
     )
+
+
+def _training(nodes: NodeOrder, mask: Tensor | None) -> list[int] | None:
+    """Returns the training nodes of each part; of a mask ``[N, k]`` those of the first split."""
+    if mask is None:
+        return None
+    chosen = nodes.part[mask if mask.dim() == 1 else mask[:, 0]]
+    counts: list[int] = torch.bincount(chosen, minlength=nodes.num_parts).tolist()
+    return counts
 
 
 def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> str:
@@ -349,7 +339,7 @@ def _balance(values: list[int]) -> float:
 
 
 def hetero_statistics(
-    parts: Mapping[str, Tensor],
+    nodes: Mapping[str, NodeOrder],
     layouts: Mapping[EdgeType, Layout],
     train_masks: Mapping[str, Tensor],
     num_parts: int,
@@ -357,25 +347,18 @@ def hetero_statistics(
     """Measures a partition.
 
     Args:
-        parts: Part of each node by type.
+        nodes: The nodes of each type.
         layouts: The relations' layouts.
         train_masks: bool ``[N_t]`` or ``[N_t, k]`` of the types that have one.
         num_parts: The number of parts.
     """
-
-    def count(values: Tensor) -> list[int]:
-        found: list[int] = torch.bincount(values, minlength=num_parts).tolist()
-        return found
-
-    def training(name: str) -> list[int] | None:
-        mask = train_masks.get(name)
-        if mask is None:
-            return None
-        return count(parts[name][mask if mask.dim() == 1 else mask[:, 0]])
-
     types = [
-        TypeStatistics(name=name, nodes=count(part), training_nodes=training(name))
-        for name, part in parts.items()
+        TypeStatistics(
+            name=name,
+            nodes=order.counts.tolist(),
+            training_nodes=_training(order, train_masks.get(name)),
+        )
+        for name, order in nodes.items()
     ]
     relations = [
         RelationStatistics(
@@ -388,13 +371,13 @@ def hetero_statistics(
     ]
     known = [row.training_nodes for row in types if row.training_nodes is not None]
     edges = _sum([row.edges for row in relations], num_parts)
-    nodes = _sum([row.nodes for row in types], num_parts)
+    own = _sum([row.nodes for row in types], num_parts)
     return HeteroPartitionStatistics(
         num_parts=num_parts,
-        num_nodes=sum(nodes),
+        num_nodes=sum(own),
         num_edges=sum(edges),
         edge_cut=sum(row.edge_cut for row in relations),
-        nodes=nodes,
+        nodes=own,
         edges=edges,
         halo=_sum([row.halo for row in relations], num_parts),
         training_nodes=_sum(known, num_parts) if known else None,

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.attributes import (
-    EDGE_NAMES,
     NODE_NAMES,
-    RESERVED,
     Column,
-    encode,
+    encode_all,
     is_sparse,
+    named_attributes,
     rows_of,
 )
 from pyg_sar.wording import counted
@@ -47,19 +46,12 @@ def encode_attributes(
     """
     data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
     data.num_nodes, num_edges = num_nodes, data.num_edges
-    columns = {}
-    for name, value in data.to_dict().items():
-        if name in ("edge_index", "num_nodes") or value is None:
-            continue
-        if name in RESERVED:
-            raise ValueError(
-                f"The attribute '{name}' is the name of the global ids in a partition; rename it, "
-                f"for example data.orig_{name} = data.{name}; del data.{name}"
-            )
-        level = _asked_level(data, name, value, num_nodes, num_edges, levels)
-        _check_level(name, value, level, num_nodes, num_edges)
-        columns[name] = encode(name, value, level)
-    return columns
+
+    def level(name: str, value: Any) -> str:
+        return _asked_level(data, name, value, num_nodes, num_edges, levels)
+
+    counts = {"node": num_nodes, "edge": num_edges}
+    return encode_all(data.to_dict(), level, counts, "the graph")
 
 
 def check_levels(levels: Mapping[str, str] | None, names: Collection[str]) -> None:
@@ -135,8 +127,7 @@ def levels_of(data: Data, levels: Mapping[str, str] | None = None) -> dict[str, 
     sizes = data.num_nodes, data.num_edges
     return {
         name: _asked_level(data, name, value, *sizes, levels)
-        for name, value in data.to_dict().items()
-        if name not in ("edge_index", "num_nodes", *RESERVED) and value is not None
+        for name, value in named_attributes(data.to_dict())
     }
 
 
@@ -158,16 +149,3 @@ def _level_by_rows(data: Data, name: str, value: Any, num_nodes: int, num_edges:
     if data.is_node_attr(name):
         return "node"
     return "edge" if data.is_edge_attr(name) else "graph"
-
-
-def _check_level(name: str, value: Any, level: str, num_nodes: int, num_edges: int) -> None:
-    for names, expected, number in (
-        (NODE_NAMES, "node", num_nodes),
-        (EDGE_NAMES, "edge", num_edges),
-    ):
-        if name in names and level != expected:
-            shape = list(getattr(value, "shape", []))
-            raise ValueError(
-                f"Expected '{name}' to have one row per {expected}, {counted(number, 'rows')} (got "
-                f"{type(value).__name__} of shape {shape})"
-            )

@@ -13,7 +13,7 @@ from pyg_sar.comm.devices import check_gpu, count_gpus, device_of
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import check_path
-from pyg_sar.partition.global_view import draw_alike, whole_graph
+from pyg_sar.partition.global_view import share_random_states, whole_graph
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
 from pyg_sar.partition.storage import read_part
@@ -79,7 +79,8 @@ def load_partition(
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
     torch.compiler.set_stance("force_eager")  # Graphs of it would lose node tensors' gradients.
-    draw_alike(comm)
+    if comm.world_size > 1:
+        share_random_states(comm)
     return whole_graph(comm, metadata, tensors, place)
 
 

@@ -50,9 +50,12 @@ class Fields:
         if not isinstance(content, dict):
             raise self.wrong("", "an object", content)
 
+    def _place(self, name: str) -> str:
+        return ".".join(filter(None, (self.place, name)))
+
     def wrong(self, name: str, expected: str, got: Any) -> PartitionError:
         """Returns the error for a field."""
-        where = ".".join(filter(None, (self.place, name)))
+        where = self._place(name)
         text = repr(got)
         shown = text if len(text) <= 60 else text[:57] + "..."
         return PartitionError(
@@ -72,46 +75,38 @@ class Fields:
     def count(self, name: str, least: int = 0, most: int = _MOST) -> int:
         """Returns a field that is a whole number."""
         limit = f"from {least} to {most}" if most < _MOST else f"of at least {least}"
-        found: int = self.get(
-            name, f"a whole number {limit}", lambda v: _is_int(v) and least <= v <= most
-        )
-        return found
+        what = f"a whole number {limit}"
+        return int(self.get(name, what, lambda v: _is_int(v) and least <= v <= most))
 
     def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
         """Returns a field that is a string, one of ``choices`` if there are any."""
         expected = "one of " + ", ".join(choices) if choices else "a text"
-        found: str = self.get(
-            name, expected, lambda v: isinstance(v, str) and (not choices or v in choices)
-        )
-        return found
+        return str(self.get(name, expected, lambda v: _is_str(v) and (not choices or v in choices)))
 
     def flag(self, name: str) -> bool:
         """Returns a field that is ``true`` or ``false``."""
-        found: bool = self.get(name, "true or false", lambda v: isinstance(v, bool))
-        return found
+        return bool(self.get(name, "true or false", lambda v: isinstance(v, bool)))
+
+    def _list(
+        self, name: str, what: str, length: int | None, fits: Callable[[Any], bool]
+    ) -> list[Any]:
+        """Returns a field that is a list, of ``length`` entries that fit each."""
+        return list(
+            self.get(
+                name,
+                what if length is None else f"{length} {what}",
+                lambda v: isinstance(v, list) and length in (None, len(v)) and all(map(fits, v)),
+            )
+        )
 
     def counts(self, name: str, length: int | None = None) -> list[int]:
         """Returns a field that is a list of whole numbers of at least 0, as many as ``length``."""
-        number = "" if length is None else f"{length} "
-        found: list[int] = self.get(
-            name,
-            f"{number}whole numbers of at least 0",
-            lambda v: (
-                isinstance(v, list)
-                and length in (None, len(v))
-                and all(_is_int(n) and 0 <= n <= _MOST for n in v)
-            ),
-        )
-        return found
+        what = "whole numbers of at least 0"
+        return self._list(name, what, length, lambda n: _is_int(n) and 0 <= n <= _MOST)
 
     def texts(self, name: str, length: int) -> list[str]:
         """Returns a field that is a list of ``length`` strings."""
-        found: list[str] = self.get(
-            name,
-            f"{length} texts",
-            lambda v: isinstance(v, list) and len(v) == length and all(_is_str(t) for t in v),
-        )
-        return found
+        return self._list(name, "texts", length, _is_str)
 
     def same(self, name: str, expected: Any) -> None:
         """Raises unless a field is what other fields tell already."""
@@ -119,8 +114,7 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """Returns a field that is an object."""
-        value = self.get(name, "an object", lambda v: isinstance(v, dict))
-        return Fields(self.file, value, ".".join(filter(None, (self.place, name))))
+        return Fields(self.file, self.get(name, "an object", lambda v: True), self._place(name))
 
     def items(self) -> dict[str, Fields]:
         """Returns all fields, which are objects."""
@@ -128,13 +122,8 @@ class Fields:
 
     def rows(self, name: str, length: int | None = None) -> list[Fields]:
         """Returns a field that is a list of objects, as many as ``length``."""
-        number = "" if length is None else f"{length} "
-        rows = self.get(
-            name,
-            f"a list of {number}objects",
-            lambda v: isinstance(v, list) and length in (None, len(v)),
-        )
-        start = ".".join(filter(None, (self.place, name)))
+        rows = self._list(name, "objects in a list", length, lambda v: True)
+        start = self._place(name)
         return [Fields(self.file, row, f"{start}[{k}]") for k, row in enumerate(rows)]
 
 
@@ -354,12 +343,11 @@ def _statistics(
         [(store.key, store.totals[level]) for store in stores if level in store.totals]
         for level in ("node", "edge")
     )
-    types = []
+    types, relations = [], []
     for (name, count), row in zip(of_type, fields.rows("types", len(of_type)), strict=True):
         row.same("name", name)
         nodes, training = _shares(row, "nodes", number, count), _training(row, number)
         types.append(TypeStatistics(name=name, nodes=nodes, training_nodes=training))
-    relations = []
     rows = fields.rows("relations", len(of_relation))
     for (key, count), row in zip(of_relation, rows, strict=True):
         row.same("edge_type", list(key))

@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_sar.partition.attributes import (
-    RESERVED,
-    Attribute,
-    Column,
-    encode,
-    rows_of,
-)
+from pyg_sar.partition.attributes import Attribute, Column, encode, named_attributes, rows_of
 from pyg_sar.partition.levels import level_of
 from pyg_sar.wording import counted
 
@@ -291,9 +285,7 @@ def take_lists(
         ValueError: When it can't be told whether one holds node ids, or they can't be split.
     """
     found: _Found = {}
-    for name, value in values.items():
-        if name in ("edge_index", "num_nodes", *RESERVED) or value is None:
-            continue
+    for name, value in named_attributes(values):
         if isinstance(value, Mapping):
             found |= _of_dict(name, value, space, said.get(name))
         elif kind := kind_of(name, value, level(name, value), space, said.get(name)):
@@ -347,10 +339,8 @@ def _aligned(
         if key is None
     }
     columns: dict[str, dict[str, Column]] = {name: {} for name in counts}
-    for name, value in values.items():
-        if not counts or name in counts or value is None or isinstance(value, str | Mapping):
-            continue
-        if name in ("edge_index", "num_nodes", *RESERVED):
+    for name, value in named_attributes(values):
+        if not counts or name in counts or isinstance(value, str | Mapping):
             continue
         if best := list_of(name, rows_of(name, value), level(name, value), counts):
             columns[best][name] = encode(name, value, "row")

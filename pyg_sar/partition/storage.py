@@ -49,7 +49,7 @@ from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
-from pyg_sar.partition.parts import decode_attributes, merge_parts
+from pyg_sar.partition.parts import merge_parts
 from pyg_sar.partition.schema import VERSION, PartTensors
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.partition.unfinished import Unfinished, digest, unfinished_folder
@@ -474,16 +474,6 @@ def read_part(
         raise PartitionError(f"'{path}' can't be read: {error}; {remedy}") from error
     check_part(metadata, part, tensors, path)
     return tensors
-
-
-def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[str, Any]:
-    """Returns a part's attributes as ``Data`` held them: ``{name: value}`` for this part's rows.
-
-    Args:
-        metadata: What :func:`read_metadata` gave.
-        tensors: What :func:`read_part` gave.
-    """
-    return decode_attributes(metadata.attributes, metadata.stores[0].values, tensors)
 
 
 def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:

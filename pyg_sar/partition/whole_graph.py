@@ -18,7 +18,7 @@ from pyg_sar.partition.assignment import (
     edges_of_relations,
     with_edges,
 )
-from pyg_sar.partition.attributes import Column, encode_rows, rows_of
+from pyg_sar.partition.attributes import Column, encode_all, rows_of
 from pyg_sar.partition.layout import (
     Layout,
     NodeOrder,
@@ -126,7 +126,7 @@ def _stores_of_hetero(data: HeteroData, node_ids: NodeIds | None, whole: bool) -
         values = dict((data._global_store if key is None else data[key]).items())
         taken, lists = take_lists(values, level_by_rows, space, said)
         rest = {name: value for name, value in values.items() if name not in taken}
-        columns = encode_rows(rest, level, count, space.owner)
+        columns = encode_all(rest, level_by_rows, {level: count}, space.owner)
         return _store(key, prefix, totals, columns, lists, rows)
 
     most = max(counts.values())
@@ -248,7 +248,7 @@ def prepare(
     split = SplitGraph(stores, parts, num_parts, scratch)
     if is_hetero([store.info for store in stores]):
         statistics: PartitionStatistics
-        statistics = hetero_statistics(parts, split.layouts, masks, num_parts)
+        statistics = hetero_statistics(split.nodes, split.layouts, masks, num_parts)
     else:
         statistics = partition_statistics(split.layouts[None], masks.get(""))
     if scratch is not None:

@@ -45,6 +45,8 @@ CACHES = 8
 """Rows of one pass are cached in this part of the memory; two passes overlap."""
 LEAST = 0.15
 """Share of the memory that the waiting parts' tensors need at least."""
+PUBLISHED = 0.5
+"""Share of the memory that all published rows of a pass may take, to be read where they lie."""
 LIBRARIES = ("pyg_sar.nn", "pyg_sar.tools")
 """Modules that import, with all that they need, what parts compute with: about 100 MiB."""
 AT_ONCE = 3
@@ -223,8 +225,13 @@ class PartStore:
         """Takes bytes from the pager, for what others allocate in this turn. The next counts it."""
         self._pager.budget = max((self._pager.budget or 0) - size, 1)
 
+    def holds(self, size: int) -> bool:
+        """Returns whether published rows of so many bytes stay in memory, beside what waits."""
+        room = (self._pager.budget or 0) - LEAST * self.memory
+        return size <= min(PUBLISHED * self.memory, room)
+
     def take_slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for cached rows."""
+        """Memory for published rows, or for cached ones of these."""
         size = torch.Size(shape).numel()
         spare = self._spare[size, dtype]
         if spare:
@@ -236,9 +243,12 @@ class PartStore:
         with self.unpaged():
             return torch.zeros(tuple(shape), dtype=dtype)
 
-    def give_slots(self, slots: Tensor) -> None:
-        """Takes back memory for cached rows."""
-        self._spare[slots.numel(), slots.dtype].append(slots)
+    def give_slots(self, slots: Tensor, again: bool = True) -> None:
+        """Takes back memory for rows; ``again``: the next pass will have it."""
+        if again:
+            self._spare[slots.numel(), slots.dtype].append(slots)
+        else:
+            self._slots -= slots.nbytes
 
     def counters(self) -> dict[str, int]:
         """Bytes moved, and saved as bits, so far; time that was waited; the most in memory."""

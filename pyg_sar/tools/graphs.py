@@ -367,12 +367,7 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
         data.y = y.view(-1)
     if options.feature_columns:
         _stack_features(data, options.feature_columns.split(), num_nodes)
-    if data.get("x") is None and options.random_features:
-        x = rng.standard_normal((num_nodes, options.random_features), dtype=np.float32)
-        data.x = torch.from_numpy(x)
-    if data.get("x") is not None:
-        data.x = _prepare_features(data.x, options)
-    data.num_nodes = num_nodes
+    _finish_nodes(data, num_nodes, options, rng)
     if data.get("edge_index") is not None:
         check_graph(data, whole=False)
     if options.remove_self_loops:
@@ -393,12 +388,7 @@ def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> Hetero
     edges_of_relations(data, counts, whole=False)
     for name, count in counts.items():
         store: Any = data[name]
-        if store.get("x") is None and options.random_features:
-            x = rng.standard_normal((count, options.random_features), dtype=np.float32)
-            store.x = torch.from_numpy(x)
-        if store.get("x") is not None:
-            store.x = _prepare_features(store.x, options)
-        store.num_nodes = count
+        _finish_nodes(store, count, options, rng)
         if store.get("y") is not None:
             _apply_split(store, options.split, rng)
     if options.remove_self_loops:
@@ -408,6 +398,16 @@ def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> Hetero
                 for name in store.edge_attrs():
                     store[name] = store[name][..., kept] if "index" in name else store[name][kept]
     return ToUndirected(reduce="max")(data) if options.undirected else data
+
+
+def _finish_nodes(store: Any, count: int, options: GraphOptions, rng: np.random.Generator) -> None:
+    """Draws features where they are asked for, and prepares them."""
+    if store.get("x") is None and options.random_features:
+        x = rng.standard_normal((count, options.random_features), dtype=np.float32)
+        store.x = torch.from_numpy(x)
+    if store.get("x") is not None:
+        store.x = _prepare_features(store.x, options)
+    store.num_nodes = count
 
 
 def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
