@@ -259,10 +259,10 @@ class EdgeDraws:
             [count, -count, self._start, -self._start], device=self._device, dtype=torch.long
         )
         most, least, mark, other = comm.all_reduce(said, "max", label=_AGREE).tolist()
-        if mark != -other:
-            raise unlike(comm, self._title, self._draws.strength)
         if most == 0:
             return
+        if mark != -other:
+            raise unlike(comm, self._title, self._draws.strength)
         told = [drawn.told() for drawn in self._drawn]
         if most == -least and comm.world_size > 1:
             # That all workers drew alike shows in their generators, but for what has the same size.

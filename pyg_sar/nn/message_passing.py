@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from inspect import Parameter
@@ -294,7 +294,7 @@ class DistMessagePassing(MessagePassing):
     def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         keeps = Chooser(self, edge_index, kwargs).check_edge_update()
         facts_of(self).edge_sets = attributes_of(self, keeps)
-        with drawing(self, edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
+        with self._drawing(edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
@@ -302,6 +302,10 @@ class DistMessagePassing(MessagePassing):
     def may_draw(self) -> bool:
         """Returns whether a message may draw random numbers as the policy's ``random`` says."""
         return self.policy.random is not None and not draws_nothing(self)
+
+    def _drawing(self, edges: DistEdgeIndex, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+        """Draws for a message meanwhile as the policy says, where it may draw."""
+        return drawing(self, edges, kwargs) if self.may_draw() else nullcontext()
 
     def _source_row(self) -> int:
         """Returns the row of ``edge_index`` that messages come from."""
@@ -351,7 +355,7 @@ class DistMessagePassing(MessagePassing):
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(self, plan),
-            drawing(self, edge_index, kwargs) as draws,
+            self._drawing(edge_index, kwargs) as draws,
             of_all_edges(draws, edge_index, columns),
         ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
@@ -365,7 +369,7 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        with drawing(self, edge_index, kwargs) if self.may_draw() else nullcontext() as draws:
+        with self._drawing(edge_index, kwargs) as draws:
             out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
