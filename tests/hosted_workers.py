@@ -35,7 +35,7 @@ OTHER_FILES = {
     "test_shared_memory": "is about shared memory",
 }
 HALO = "all of a part's halo is resident at once, not one shard"
-COVER = "hosted parts take no cover: rows come to the edges' targets"
+COVER = "hosted parts take no cover: no states are pushed, and rows come, or all slots"
 NOT_OF_PARTS = {
     "test_a_cover_that_saves_little_is_not_taken": COVER,
     "test_a_kernel_of_ones_own": COVER,
@@ -44,12 +44,10 @@ NOT_OF_PARTS = {
     "test_a_steady_call_runs_little_python": "counts the functions of the backends",
     "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
     "test_as_many_rows_as_the_matching_says": COVER,
-    "test_attention_fetches_nothing_again": COVER,
     "test_bytes_and_resident_rows": HALO,
     "test_bytes_by_the_law": COVER,
     "test_covers_come_with_the_partition": COVER,
     "test_exchanges_are_pairwise": "parts exchange no messages in pairs",
-    "test_inference_makes_nothing_for_backward_passes": COVER,
     "test_joined_relations_stream_like_one": HALO,
     "test_layer_policies_take_effect": HALO,
     "test_messages_are_made_when_it_is_their_turn": COVER,

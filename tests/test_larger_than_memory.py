@@ -253,7 +253,9 @@ def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tenso
     torch.manual_seed(0)
     model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double())
     x = data.x.clone().requires_grad_()
-    model(x, data.edge_index)
+    model(x, data.edge_index).sum().backward()  # makes the plans
+    model.zero_grad()
+    x.grad = None
     if not hasattr(store, "rooms"):
         store.rooms, unpaged = [], store.unpaged
         store.unpaged = lambda size=0: (store.rooms.append(size), unpaged(size))[1]
@@ -274,6 +276,8 @@ def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
     worker = [ids * 2 // TINY for ids in (source, target)]
     cut = worker[0] != worker[1]
     sent = [torch.unique(source[cut & (worker[0] == w)]).numel() for w in (0, 1)]
+    # Owners of sources read gradients of targets.
+    back = [torch.unique(target[cut & (worker[1] == w)]).numel() for w in (0, 1)]
     root, row = write(tmp_path, TINY, 4), FEATURES * 8
     given: Any = {"parts": 4, "memory": 100 * MB, "store": tmp_path}
     at_once = pyg_sar.launch(rooms_of_a_step, 2, root, None, **given)
@@ -282,7 +286,7 @@ def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
         assert at_once[part][0][0] == 2 * max(sent) * row
         assert set(by_threes[part][0]) == {2 * 3 * row}
         assert at_once[part][1] == 2  # forward and backward
-        assert by_threes[part][1] == 2 * -(-max(sent) // 3)
+        assert by_threes[part][1] == -(-max(sent) // 3) - (-max(back) // 3)
     torch.manual_seed(0)
     plain, x = SAGEConv(FEATURES, FEATURES).double(), graph.x.requires_grad_()
     out = plain(x, graph.edge_index)

@@ -435,8 +435,9 @@ class Tables:
 
     def _close(self) -> None:
         store = self.host.store
-        for rows in self._rows if isinstance(store, PartStore) else ():
-            store.give_slots(rows, again=False)
+        if isinstance(store, PartStore):
+            for rows in self._rows:
+                store.give_slots(rows, again=False)
         self._rows = []
 
 
