@@ -15,8 +15,10 @@ from torch_geometric.nn import (
     DeepSetsAggregation,
     EdgeConv,
     GATConv,
+    GCNConv,
     GINConv,
     GINEConv,
+    MessagePassing,
     NNConv,
     SAGEConv,
 )
@@ -60,8 +62,40 @@ KINDS = {
 }
 
 
-def double(x: Tensor) -> Tensor:
-    return x - 0.5 * x.mean(0)
+class Updating(GCNConv):
+    """A layer of PyG with an ``update`` of the user's."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__(6, 5)
+        self.own = own
+
+    def update(self, inputs: Tensor) -> Tensor:
+        return self.own(inputs)
+
+
+class OwnLayer(MessagePassing):
+    """A user's layer, whose ``update`` takes its input, too."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__(aggr="max")
+        self.own = own
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def update(self, inputs: Tensor, x: Tensor) -> Tensor:
+        return self.own(inputs) + x.mean(0)
+
+
+class Scores(GATConv):
+    """Scores of edges of the user's."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__(6, 4, heads=2)
+        self.own = own
+
+    def edge_update(self, alpha_j, alpha_i, edge_attr, index, ptr, dim_size):
+        return self.own(super().edge_update(alpha_j, alpha_i, edge_attr, index, ptr, dim_size))
 
 
 def layer_of(place: str, kind: str) -> tuple[nn.Module, tuple[str, ...]]:
@@ -82,13 +116,22 @@ def layer_of(place: str, kind: str) -> tuple[nn.Module, tuple[str, ...]]:
         layer.lin_l = nn.Sequential(layer.lin_l, own)
     elif place == "MLP":
         layer = GINConv(MLP([6, 6, 6], act=own, norm=None))
+    elif place == "update":
+        layer = Updating(own)
+    elif place == "update of an own layer":
+        layer = OwnLayer(own)
+    elif place == "scores":
+        layer = Scores(own)
     elif place == "attention":
         layer = GATConv(6, 3, heads=2)
         layer.lin = nn.Sequential(layer.lin, own)
     return layer.double(), edge
 
 
-PLACES = ("GIN", "GIN, of a function", "GINE", "linear", "MLP", "attention")
+PLACES = (
+    *("GIN", "GIN, of a function", "GINE", "linear", "MLP", "attention"),
+    *("update", "update of an own layer", "scores"),
+)
 
 
 def found_by(place: str, kind: str, root: Path | None) -> Result | str:

@@ -24,6 +24,7 @@ _BY_ROW = (
     *(nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
     *(nn.Dropout, nn.AlphaDropout, nn.GRUCell, nn.LSTMCell, nn.RNNCell, *OVER_ROWS),
 )
+_KNOWN = frozenset({"torch", "torch_geometric", "pyg_sar", "builtins", "_operator"})
 _ALONG_AN_AXIS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _WITHIN_AGGREGATIONS = (nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Conv1d)
 
@@ -31,16 +32,19 @@ _WITHIN_AGGREGATIONS = (nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Conv1d)
 def foreign_module(layer: nn.Module) -> str | None:
     """Returns the name of a module of a layer that may do more than treat each row for itself.
 
-    ``GINConv(nn)`` calls ``nn`` with the rows of all nodes. Modules of PyG and PyTorch that are
-    known treat each row for itself, or ask the other workers; what users wrote may subtract a mean.
+    ``GINConv(nn)`` calls ``nn`` with the rows of all nodes, and ``propagate`` a user's ``update``.
+    Modules of PyG and PyTorch that are known treat each row for itself, or ask the other workers;
+    what users wrote may subtract a mean.
 
     Args:
         layer: A layer of PyG.
 
     Returns:
-        The module's name in the layer, or that of a function among a module's attributes; ``None``
-        where there is none.
+        The module's name in the layer, that of a function among a module's attributes, or
+        ``'update'``; ``None`` where there is none.
     """
+    if has_own_update(layer):
+        return "update"
     aggregations = tuple(
         f"{name}." if name else ""
         for name, one in layer.named_modules()
@@ -56,6 +60,20 @@ def foreign_module(layer: nn.Module) -> str | None:
             if callable(value) and not _is_of_torch(value):
                 return f"{name}.{own}" if name else own
     return None
+
+
+def has_own_update(layer: nn.Module) -> bool:
+    """Returns whether a layer's ``update`` is a user's."""
+    update = getattr(type(layer), "update", None)
+    return isinstance(layer, MessagePassing) and not (
+        "update" not in vars(layer) and _is_of_torch(update)
+    )
+
+
+def update_asks_for_edges(layer: Any) -> bool:
+    """Returns whether ``update`` takes anything with a row per edge, or sizes."""
+    names = layer.inspector.get_param_names("update")
+    return any(name in layer.special_args or name[-2:] in ("_i", "_j") for name in names)
 
 
 def check_modules(layer: nn.Module, rank: int) -> None:
@@ -84,6 +102,8 @@ def _is_known(module: Any, aggregates: bool) -> bool:
     kind: Any = type(module)
     if isinstance(module, _ALONG_AN_AXIS):
         return module.dim == -1
+    if isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.max_norm):
+        return False  # They count, or change, the rows that are read.
     return _is_by_row(kind) or (aggregates and issubclass(kind, _WITHIN_AGGREGATIONS))
 
 
@@ -106,4 +126,4 @@ def _is_of_torch(value: Any) -> bool:
     """Returns whether a function, or an object that is called, is PyTorch's, PyG's or ours."""
     value = getattr(value, "func", value)  # of a partial function
     home = getattr(value, "__module__", None) or type(value).__module__
-    return str(home).startswith(("torch", "pyg_sar.", "builtins", "_operator"))
+    return str(home).partition(".")[0] in _KNOWN

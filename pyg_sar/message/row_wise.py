@@ -23,6 +23,7 @@ from pyg_sar.message.layer_facts import hooks_of
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
+from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
 from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -88,9 +89,8 @@ class RowProgram(TileProgram):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        names = self.layer.inspector.get_param_names("update")
-        asks = any(n in self.layer.special_args or n[-2:] in ("_i", "_j") for n in names)
-        self._update = self._bind("update", args[2]) if asks and self.method == "message" else None
+        asks = self.method == "message" and update_asks_for_edges(self.layer)
+        self._update = self._bind("update", args[2]) if asks else None
 
     @property
     def updates(self) -> bool:

@@ -35,7 +35,7 @@ from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.row_modules import check_modules
+from pyg_sar.message.row_modules import check_modules, has_own_update, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -474,6 +474,23 @@ def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return mapped(take, args), mapped(take, kwargs)
 
 
+def _as_it_is(inputs: Tensor, **others: Any) -> Tensor:
+    return inputs
+
+
+@contextmanager
+def _without_update(layer: Any) -> Iterator[None]:
+    """A user's ``update`` waits meanwhile: it is to get all nodes."""
+    own = vars(layer)
+    before = {"update": own["update"]} if "update" in own else {}
+    own["update"] = _as_it_is
+    try:
+        yield
+    finally:
+        del own["update"]
+        own.update(before)
+
+
 class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
@@ -504,11 +521,19 @@ class GlobalPropagation(DistMessagePassing):
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
-            out = super().propagate(edges, **local)
+            own_update = has_own_update(self) and not update_asks_for_edges(self)
+            with _without_update(self) if own_update else nullcontext():
+                out = super().propagate(edges, **local)
         if call.axis is not None:
-            return cast(Tensor, call.results(out, (), {}))
-        axis = int(self.node_dim)
-        return cast(Tensor, call.results(out.movedim(axis, 0), (), {})).movedim(0, axis)
+            out = call.results(out, (), {})
+        else:
+            axis = int(self.node_dim)
+            out = call.results(out.movedim(axis, 0), (), {}).movedim(0, axis)
+        if own_update:
+            asked = self.inspector.get_param_names("update")
+            found = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
+            out = self.update(out, **self.inspector.collect_param_data("update", found))
+        return cast(Tensor, out)
 
     def _given_edges(self, edge_index: Any) -> Any:
         """Returns the distributed edges that ``propagate`` is called with."""

@@ -38,6 +38,7 @@ from pyg_sar.message.layer_state import (
     put_tile_values,
 )
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
@@ -317,9 +318,7 @@ class DistMessagePassing(MessagePassing):
             return "asked for"
         if self.explain:
             return "it is being explained"
-        names = self.inspector.get_param_names("update")
-        asks = any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names)
-        return "its update() asks for edges" if asks else ""
+        return "its update() asks for edges" if update_asks_for_edges(self) else ""
 
     def _strategy(self) -> tuple[str, str]:
         """Returns the strategy that the layer's definition allows, and the reason."""
