@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.message.row_modules import foreign_module
+from pyg_sar.message.row_modules import has_foreign_module
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -196,7 +196,7 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
     layer = isinstance(module, MessagePassing)
-    module.__class__ = global_class(kind, layer and foreign_module(module) is not None)
+    module.__class__ = global_class(kind, layer and has_foreign_module(module))
     module.shared_parameters = shared
     shared.join(name or kind.__name__, module)
 

@@ -27,7 +27,7 @@ from pyg_sar.kernels.attention_terms import (
     Cotangent,
     wide_dtype,
 )
-from pyg_sar.kernels.scores import SCORES
+from pyg_sar.kernels.scores import SCORES, number_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Of bfloat16 the inputs are exact, and everything is computed in float32.
@@ -589,7 +589,7 @@ def test_a_gradient_is_not_lost_silently():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operators_are_registered_as_torch_wants_them(kind: str, native: bool):
     given = problem(kind, edges=20, features=2, p=0.5, dtype=torch.float32)
-    a, number = given.attention, KINDS.index(kind)
+    a, number = given.attention, number_of(kind)
     assert a.drop_key is not None
     ((_, forward, backward),) = shards_of(given, 1)
     state = AttentionState.start(given.num_targets, a.value)

@@ -31,7 +31,7 @@ from torch_geometric.utils import softmax
 
 from pyg_sar.message.layer_facts import hooked
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
-from pyg_sar.message.row_modules import foreign_module
+from pyg_sar.message.row_modules import has_foreign_module
 
 Premap = Callable[[Tensor, Tensor, int], Tensor]
 """``(messages [E, *], index [E], number of targets)`` to mapped messages ``[E, *]``."""
@@ -289,7 +289,7 @@ def is_known(layer: MessagePassing) -> bool:
     if used is None:
         return True
     known = type(used).__module__.startswith("torch_geometric")
-    return known and foreign_module(used) is None
+    return known and not has_foreign_module(used)
 
 
 class AggregateCheck:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.reduction.moments import OVER_ROWS
 
@@ -26,11 +25,12 @@ _BY_ROW = (
 )
 _KNOWN = frozenset({"torch", "torch_geometric", "pyg_sar", "builtins", "_operator"})
 _ALONG_AN_AXIS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
+_METHODS = frozenset({"message", "aggregate", "edge_update", "update"})
 _WITHIN_AGGREGATIONS = (nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Conv1d)
 
 
-def foreign_module(layer: nn.Module) -> str | None:
-    """Returns the name of a module of a layer that may do more than treat each row for itself.
+def has_foreign_module(layer: nn.Module) -> bool:
+    """Returns whether a layer holds a module that may do more than treat each row for itself.
 
     ``GINConv(nn)`` calls ``nn`` with the rows of all nodes, and ``propagate`` a user's ``update``.
     Modules of PyG and PyTorch that are known treat each row for itself, or ask the other workers;
@@ -38,13 +38,9 @@ def foreign_module(layer: nn.Module) -> str | None:
 
     Args:
         layer: A layer of PyG.
-
-    Returns:
-        The module's name in the layer, that of a function among a module's attributes, or
-        ``'update'``; ``None`` where there is none.
     """
     if has_own_update(layer):
-        return "update"
+        return True
     aggregations = tuple(
         f"{name}." if name else ""
         for name, one in layer.named_modules()
@@ -55,11 +51,12 @@ def foreign_module(layer: nn.Module) -> str | None:
         if inner and (isinstance(module, MessagePassing) or ".parametrizations." in name):
             continue  # A layer itself; what is called with weights.
         if inner and not _is_known(module, name.startswith(aggregations)):
-            return name
+            return True
         for own, value in vars(module).items():
-            if callable(value) and not _is_of_torch(value):
-                return f"{name}.{own}" if name else own
-    return None
+            looked_at = not inner and own in _METHODS  # by the analysis of the message
+            if callable(value) and not looked_at and not _is_of_torch(value):
+                return True
+    return False
 
 
 def has_own_update(layer: nn.Module) -> bool:
@@ -76,26 +73,18 @@ def update_asks_for_edges(layer: Any) -> bool:
     return any(name in layer.special_args or name[-2:] in ("_i", "_j") for name in names)
 
 
-def check_modules(layer: nn.Module, rank: int) -> None:
-    """Looks at a layer's modules again where these were replaced since.
+def holds_foreign_module(layer: nn.Module) -> bool:
+    """:func:`has_foreign_module`, remembered for as long as a layer's modules are of their kinds.
 
     Args:
-        layer: A layer that computes with this worker's rows.
-        rank: The worker.
-
-    Raises:
-        DistributedIndexError: One of them may do more than treat each row for itself.
+        layer: A layer.
     """
     kinds, facts = tuple(map(type, layer.modules())), facts_of(layer)
-    if facts.kinds == kinds:
-        return
-    name = foreign_module(layer)
-    if name is not None:
-        raise DistributedIndexError(
-            f"'{name}' of {type(layer).__name__} was put there after distribute() (rank {rank}), "
-            "and may do more than treat each node for itself: replace it before distribute()"
-        )
-    facts.kinds = kinds
+    if facts.kinds != kinds or "update" in vars(layer):
+        if has_foreign_module(layer):
+            return True
+        facts.kinds = kinds
+    return False
 
 
 def _is_known(module: Any, aggregates: bool) -> bool:

@@ -35,7 +35,7 @@ from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.row_modules import check_modules, has_own_update, update_asks_for_edges
+from pyg_sar.message.row_modules import has_own_update, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -90,8 +90,6 @@ class _Call:
                 "as 'x' and the edges as int64 [2, E]"
             )
         refuse_inner_hooks(module, self.comm.rank)
-        if layers and not isinstance(module, GlobalPropagation):
-            check_modules(module, self.comm.rank)
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
@@ -448,6 +446,10 @@ class GlobalCalls:
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self, MessagePassing) and holds_foreign_module(self):
+            own: Any = type(self)  # Something was put there after distribute().
+            self.__class__ = global_class(own.replaced, True)
+            return self(*args, **kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:

@@ -265,7 +265,10 @@ def _is_of_types(value: dict[Any, Any]) -> bool:
 
 def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
     """Returns the nodes that a call's edges join, where its arguments tell."""
-    x = given["x"] if "x" in given else _nodes(layer, made, given)
+    x = given.get("x")
+    nothing = isinstance(x, tuple | list) and all(end is None for end in x)
+    if nothing or "x" not in given:
+        x = _nodes(layer, made, given)
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
         return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
     if isinstance(x, Tensor):
