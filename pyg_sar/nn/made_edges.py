@@ -275,6 +275,9 @@ def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTenso
         return [_end(layer, x)]
     if not isinstance(x, tuple | list) or len(x) != 2 or not isinstance(x[0], Tensor):
         return None
+    if x[1] is None and given.get("size") is None:  # As ``pos`` of PointNetConv beside its ``x``.
+        ends = [v for v in given.values() if isinstance(v, tuple | list) and len(v) == 2]
+        x = next((v for v in ends if all(isinstance(end, Tensor) for end in v)), x)
     target = x[1]
     if target is None and given.get("size") is not None:
         target = given["size"][1]
