@@ -96,7 +96,7 @@ def test_hosted_parts_and_what_they_keep(graph: Data, tmp_path: Path):
     assert report.ok and report.hosting["parts"] == [4]
     assert [layer["case"] for layer in report.hosting["layers"].values()] == [1, 2]
     halos = [layer["backward"]["halo"] for layer in report.hosting["layers"].values()]
-    assert halos[0] == 0 < halos[1]
+    assert all(halos)  # of case 1 these are targets' gradients, read where they lie
     text = str(report)
     assert f"4 parts on 1 worker (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
     assert "rows and messages again" in text

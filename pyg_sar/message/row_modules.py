@@ -104,7 +104,7 @@ def _is_by_row(kind: type) -> bool:
     if not home.startswith("torch."):
         return False
     activation = home == "torch.nn.modules.activation" and kind is not nn.MultiheadAttention
-    return kind.__name__ in {one.__name__ for one in _BY_ROW} or activation or _parametrizes(home)
+    return issubclass(kind, _BY_ROW) or activation or _parametrizes(home)
 
 
 def _parametrizes(home: str) -> bool:
