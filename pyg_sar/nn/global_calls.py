@@ -579,9 +579,8 @@ def _works_on_all_nodes(kind: Any) -> bool:
     """Returns whether a layer's ``forward`` may do more than treat each row for itself."""
     if not issubclass(kind, MessagePassing):
         return False
-    plain = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
-    author = next((base for base in plain.__mro__ if "forward" in vars(base)), object)
-    if issubclass(plain, MessagePassing) and not author.__module__.startswith(_KNOWN):
+    author = next((base for base in kind.__mro__ if "forward" in vars(base)), object)
+    if not author.__module__.startswith((*_KNOWN, "builtins")):
         return True
     own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
     methods = [method for names in own for method in names.values()]
@@ -617,6 +616,8 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
     """
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
     if on_all_nodes or _works_on_all_nodes(kind):
-        own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
+        own = kind  # of one's own, written against DistMessagePassing
+        if "replaced" in vars(kind):
+            own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))
