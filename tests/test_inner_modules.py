@@ -109,6 +109,8 @@ def layer_of(place: str, kind: str) -> tuple[nn.Module, tuple[str, ...]]:
     elif place == "GIN, of a function":
         layer = GINConv(partial(KINDS[kind], own))
         layer.own = own
+    elif place == "GIN, of torch's function":
+        layer = GINConv(partial(torch.softmax, dim=0))
     elif place == "GINE":
         layer, edge = GINEConv(mapped, edge_dim=4), ("edge_attr",)
     elif place == "linear":
@@ -130,7 +132,7 @@ def layer_of(place: str, kind: str) -> tuple[nn.Module, tuple[str, ...]]:
 
 PLACES = (
     *("GIN", "GIN, of a function", "GINE", "linear", "MLP", "attention"),
-    *("update", "update of an own layer", "scores"),
+    *("GIN, of torch's function", "update", "update of an own layer", "scores"),
 )
 
 

@@ -13,7 +13,7 @@ from oracle import parts, whole, workers
 from torch import Tensor
 from torch.utils.data import default_collate
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import DynamicEdgeConv, EdgeConv, MessagePassing, TransformerConv
 
 import pyg_sar
@@ -200,6 +200,38 @@ def test_the_numbers_of_one_process(name: str, world: Any, roots: dict[int, Path
     expected = CASES[name](graph())
     start = (parts, 3) if world == "parts" else (workers, world)
     for found in start[0](work, start[1], roots[start[1]], name):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def relation(root: Path | None) -> list[Any]:
+    """Edges by hand from nodes of one type to those of another."""
+    data = two_types() if root is None else pyg_sar.load_partition(root)
+    targets = torch.arange(NODES) if root is None else data["a"].x.rows.ids
+    sources = targets * 5 % 40
+    if root is None:
+        edge_index = torch.stack([sources, targets])
+    else:
+        edge_index = pyg_sar.edges(sources, targets, data["a"], data["b"])
+    torch.manual_seed(0)
+    model = gnn.SAGEConv((3, 5), 4).double()
+    model = model if root is None else pyg_sar.distribute(model)
+    out = model((data["b"].x, data["a"].x), edge_index)
+    out.square().sum().backward()
+    return [whole(edge_index), whole(out.detach()), *(p.grad for p in model.parameters())]
+
+
+def two_types() -> HeteroData:
+    data, draw = HeteroData(), torch.Generator().manual_seed(2)
+    data["a"].x = torch.randn(NODES, 5, generator=draw, dtype=torch.float64)
+    data["b"].x = torch.randn(40, 3, generator=draw, dtype=torch.float64)
+    data["b", "to", "a"].edge_index = torch.randint(40, (2, 80), generator=draw)
+    return data
+
+
+def test_edges_between_nodes_of_two_types(tmp_path: Path):
+    pyg_sar.write_partitions(two_types(), 2, tmp_path / "two", "random")
+    expected = relation(None)
+    for found in workers(relation, 2, tmp_path / "two"):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """What a score reads. Rows are ``[H]`` where they are narrow, else ``[H, C]``.
+    """The tensors that a score reads. Rows are ``[H]`` where they are narrow, else ``[H, C]``.
 
     Attributes:
         name: ``kind`` of :class:`~pyg_sar.kernels.attention_terms.Attention`.

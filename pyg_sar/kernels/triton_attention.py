@@ -231,7 +231,7 @@ def edge_rows(
     H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """What edges' scores are made of (``x`` of :func:`scores.edge_scores`), and their values."""
+    """Rows from which edges' scores come (``x`` of :func:`scores.edge_scores`), and values."""
     v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, there_j,
                H, C, WIDE)  # fmt: skip
     x = v

@@ -23,7 +23,6 @@ _BY_ROW = (
     *(nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.LayerNorm, nn.RMSNorm),
     *(nn.Dropout, nn.AlphaDropout, nn.GRUCell, nn.LSTMCell, nn.RNNCell, *OVER_ROWS),
 )
-_KNOWN = frozenset({"torch", "torch_geometric", "pyg_sar", "builtins", "_operator"})
 _ALONG_AN_AXIS = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _METHODS = frozenset({"message", "aggregate", "edge_update", "update"})
 _WITHIN_AGGREGATIONS = (nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Conv1d)
@@ -41,29 +40,30 @@ def has_foreign_module(layer: nn.Module) -> bool:
     """
     if has_own_update(layer):
         return True
-    aggregations = tuple(
-        f"{name}." if name else ""
-        for name, one in layer.named_modules()
-        if isinstance(one, Aggregation)
-    )
+    aggregates = isinstance(layer, Aggregation)
+    aggregation: str | None = None
     for name, module in layer.named_modules():
-        inner = module is not layer
-        if inner and (isinstance(module, MessagePassing) or ".parametrizations." in name):
-            continue  # A layer itself; what is called with weights.
-        if inner and not _is_known(module, name.startswith(aggregations)):
-            return True
+        if aggregation is not None and name.startswith(aggregation):
+            continue
+        if isinstance(module, Aggregation) and not aggregates:
+            aggregation = f"{name}."  # It runs within propagate, and is asked for itself.
+            continue
+        if module is not layer:
+            if isinstance(module, MessagePassing) or ".parametrizations." in f".{name}":
+                continue  # A layer itself; what is called with weights.
+            if not _is_known(module, aggregates):
+                return True
         for own, value in vars(module).items():
-            looked_at = not inner and own in _METHODS  # by the analysis of the message
-            if callable(value) and not looked_at and not _is_of_torch(value):
+            looked_at = module is layer and own in _METHODS  # by the analysis of the message
+            if callable(value) and not looked_at and not _is_pygs(value, aggregates):
                 return True
     return False
 
 
 def has_own_update(layer: nn.Module) -> bool:
     """Returns whether a layer's ``update`` is a user's."""
-    update = getattr(type(layer), "update", None)
-    return isinstance(layer, MessagePassing) and not (
-        "update" not in vars(layer) and _is_of_torch(update)
+    return isinstance(layer, MessagePassing) and (
+        "update" in vars(layer) or not _is_pygs(type(layer).update)
     )
 
 
@@ -103,16 +103,16 @@ def _is_by_row(kind: type) -> bool:
         return True
     if not home.startswith("torch."):
         return False
-    activation = home == "torch.nn.modules.activation" and kind is not nn.MultiheadAttention
-    return issubclass(kind, _BY_ROW) or activation or _parametrizes(home)
+    if issubclass(kind, nn.MultiheadAttention):
+        return False
+    activates = home == "torch.nn.modules.activation"
+    return activates or issubclass(kind, _BY_ROW) or home.startswith("torch.nn.utils.")
 
 
-def _parametrizes(home: str) -> bool:
-    return home.startswith(("torch.nn.utils.", "torch.ao.pruning"))
+def _is_pygs(value: Any, aggregates: bool = False) -> bool:
+    """Returns whether a function, or an object that is called, is PyG's or this package's.
 
-
-def _is_of_torch(value: Any) -> bool:
-    """Returns whether a function, or an object that is called, is PyTorch's, PyG's or ours."""
-    value = getattr(value, "func", value)  # of a partial function
-    home = getattr(value, "__module__", None) or type(value).__module__
-    return str(home).partition(".")[0] in _KNOWN
+    PyTorch's may do anything with rows, but for those that PyG's aggregations hold.
+    """
+    home = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+    return home in ("torch_geometric", "pyg_sar") or (aggregates and home == "torch")

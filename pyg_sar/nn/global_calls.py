@@ -582,7 +582,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
     author = next((base for base in kind.__mro__ if "forward" in vars(base)), object)
     if not author.__module__.startswith((*_KNOWN, "builtins")):
         return True
-    own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
+    own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith(_KNOWN)]
     methods = [method for names in own for method in names.values()]
     return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
         not _OF_ALL.isdisjoint(method.__code__.co_names)

@@ -96,9 +96,8 @@ def _numbered(sources: Tensor, targets: Tensor, others: Rows, nodes: Rows) -> No
     """Returns edges into own nodes by global ids, numbered by target and in their order."""
     order = targets.argsort(stable=True)
     sources, targets = sources[order], targets[order]
-    counts = torch.zeros(nodes.total, dtype=torch.long, device=targets.device)
     mine = torch.bincount(targets, minlength=nodes.total)
-    nodes.comm.all_reduce(counts.add_(mine), label=_LABEL)
+    counts = nodes.comm.all_reduce(mine.clone(), label=_LABEL)
     first = counts.cumsum(0) - counts
     within = torch.arange(targets.numel(), device=targets.device)
     within -= (mine.cumsum(0) - mine)[targets]
@@ -150,9 +149,10 @@ def radius_graph(
             ``cell``, other arguments than on another worker.
     """
     points, groups = _points("radius_graph", "pos", pos, batch)
-    own = _own("radius_graph", pos, [float(r), bool(loop), None if cell is None else cell.tolist()])
-    if not 0 < r < math.inf:
+    if not isinstance(r, int | float) or not 0 < r < math.inf:
         raise ValueError(f"radius_graph: Expected 'r' to be a positive number (got {r!r})")
+    cell = None if cell is None else torch.as_tensor(cell, dtype=torch.float64)
+    own = _own("radius_graph", pos, [float(r), bool(loop), None if cell is None else cell.tolist()])
     if cell is not None and groups is not None:
         raise ValueError("radius_graph: Expected one of 'batch' and 'cell' (got both)")
     lattice = None if cell is None else _lattice(cell, points.shape[1], float(r))
@@ -202,9 +202,9 @@ def knn_graph(
             length, other arguments than on another worker.
     """
     points, groups = _points("knn_graph", "x", x, batch)
-    own = _own("knn_graph", x, [k, bool(loop), bool(cosine)])
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"knn_graph: Expected 'k' to be an integer >= 1 (got {k!r})")
+    own = _own("knn_graph", x, [k, bool(loop), bool(cosine)])
     if cosine:
         points = _directions(points)
     there = None if groups is None else groups[own]
@@ -254,12 +254,7 @@ def _own(title: str, x: Tensor, settings: list[Any]) -> Array:
     return x.rows.ids.cpu().numpy()
 
 
-def _edge_index(
-    of_sources: Tensor,
-    of_targets: Tensor,
-    source: Array,
-    target: Array,
-) -> Tensor:
+def _edge_index(of_sources: Tensor, of_targets: Tensor, source: Array, target: Array) -> Tensor:
     """Returns edges into own nodes, by target, as a tensor of the whole graph or a plain one."""
     device = of_targets.device
     ends = torch.from_numpy(source).to(device), torch.from_numpy(target).to(device)
@@ -270,7 +265,7 @@ def _edge_index(
 
 def _lattice(cell: Tensor, width: int, r: float) -> Array:
     """Returns the vectors of a cell, ``[D, D]``."""
-    vectors: Array = cell.detach().cpu().double().numpy()
+    vectors: Array = cell.detach().cpu().numpy()
     vectors = np.diag(vectors) if vectors.ndim == 1 else vectors
     if vectors.shape != (width, width) or not abs(np.linalg.det(vectors)) > 0:
         raise ValueError(
