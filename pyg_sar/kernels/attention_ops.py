@@ -49,7 +49,7 @@ from pyg_sar.kernels.attention_terms import (
     wide_dtype,
 )
 from pyg_sar.kernels.ops import check_not_recorded, edge_dot, gather_sum_, takes, use_kernel
-from pyg_sar.kernels.scores import number_of
+from pyg_sar.kernels.scores import NUMBERS
 
 _ROWS = 2**31 - 1  # what the kernels' row numbers reach
 
@@ -262,7 +262,7 @@ def _on_gpu(attention: Attention, native: bool | None) -> Any:
     drop = 0 if key is None or attention.p == 0 else key.dim()
     features = None if attention.edge_attr is None else attention.edge_attr.size(1)
     shape = on_gpu.AttentionShape(
-        kind=number_of(attention.kind),
+        kind=NUMBERS[attention.kind],
         heads=value.size(1),
         channels=value.size(2),
         features=features,
@@ -295,7 +295,7 @@ def arguments_of(attention: Attention, segments: Segments, widen: bool = True) -
     keys = a.drop_key.to(torch.int32) if a.p > 0 and a.drop_key is not None else None
     words = fallback.split_seed(a.seed) if a.p > 0 else (0, 0)
     ends = segments.source, segments.offsets, segments.targets, segments.edges
-    score = number_of(a.kind), value, *others, a.slope, a.scale
+    score = NUMBERS[a.kind], value, *others, a.slope, a.scale
     arguments: tuple[Any, ...] = (*score, *ends, keys, *words, a.p)
     return Arguments(*arguments)
 

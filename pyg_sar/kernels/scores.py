@@ -92,6 +92,7 @@ def row_shape(narrow: bool, value: Tensor) -> list[int]:
 
 
 SCORES: dict[str, Score] = {score.name: score for score in declared()}
+NUMBERS: dict[str, int] = {name: number for number, name in enumerate(SCORES)}
 
 
 # Formulas #####################################################################
