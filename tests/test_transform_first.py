@@ -470,7 +470,7 @@ def test_the_product_of_own_rows_is_added_in_place(root: Path) -> None:
     a forward of its own gets it from PyG."""
     for worker in workers(made_at_own_rows, 3, root):
         for name, (ours, watched) in worker.items():
-            assert (ours, watched) == (1, 3), name  # The other product is one in either case.
+            assert ours == 1 < watched, name  # The other product is one in either case.
 
 
 def shared(root: Path) -> tuple[Tensor, Tensor]:

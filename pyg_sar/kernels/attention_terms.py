@@ -336,10 +336,10 @@ def check_terms(
     edge_weight: Tensor | None,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` where tensors don't fit ``kind`` or each other."""
-    if torch.jit.is_scripting() or kind not in SCORES:
+    if torch.jit.is_scripting():
         score = declared()[number_of(kind)]
     else:
-        score = SCORES[kind]  # Made once: TorchScript has no tables of a module.
+        score = SCORES[kind] if kind in SCORES else declared()[number_of(kind)]
     if value.dim() != 3 or not value.is_floating_point():
         raise ValueError(
             "attention: expected 'value' of shape [M, H, C], floating point (got "
