@@ -41,6 +41,8 @@ Start = Callable[[int, Mapping[str, str]], _Worker]
 READ_LATE = (
     *("GLOO_", "LOCAL_", "MASTER_", "PYG_SAR_", "PYTEST_", "RANK", "TORCHELASTIC_", "WORLD_"),
     "MKL_DISABLE_FAST_MM",  # MKL reads it when it first computes.
+    "TORCHINDUCTOR_",  # PyTorch's compiler leaves it behind.
+    "XDG_CACHE_HOME",
 )
 # A command, C++, and what needs a package that isn't everywhere.
 NOT_ONCE = ("__main__", "_kernels", "triton_attention", "triton_operators", "triton_sums")
@@ -48,6 +50,11 @@ NOT_ONCE = ("__main__", "_kernels", "triton_attention", "triton_operators", "tri
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if not k.startswith(READ_LATE)}
+
+
+def searched() -> list[str]:
+    """Where modules are looked for, but for those that setuptools brings and adds on import."""
+    return [place for place in sys.path if not place.endswith("_vendor")]
 
 
 # In the template #############################################################
@@ -207,11 +214,11 @@ class Templates:
     def __init__(self, start: Start) -> None:
         self.from_nothing = start
         self.started: list[Template] = []
-        self.like = list(sys.path), read_early(_environment(1, 0, None, None))
+        self.like = searched(), read_early(_environment(1, 0, None, None))
 
     def start(self, rank: int, common: Mapping[str, str]) -> _Worker:
         """Takes the place of ``_Worker.start``."""
-        if (list(sys.path), read_early(common)) != self.like:
+        if (searched(), read_early(common)) != self.like:
             return self.from_nothing(rank, common)
         for _ in range(len(self.started), min(2, int(common["WORLD_SIZE"]))):
             self.started.append(Template(common))

@@ -72,6 +72,7 @@ def test_what_a_process_reads_when_it_starts_makes_one_start(monkeypatch):
     found = Templates(lambda rank, common: chosen.append(dict(common)))  # type: ignore[arg-type]
     common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "0", "MASTER_PORT": "1"}
     found.like = list(sys.path), {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(sys, "path", [*sys.path, "/packages/setuptools/_vendor"])
     found.started = [type("T", (), {"fork": lambda *_: "forked"})()]  # type: ignore[list-item]
     assert found.start(0, {**common, "PYG_SAR_SHARED_MEMORY": "0"}) == "forked" and not chosen
     found.start(0, {**common, "OMP_NUM_THREADS": "2"})
