@@ -17,6 +17,7 @@ from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
 from pyg_sar.engine.cuts import rows_travel, split_edges
 from pyg_sar.engine.kernels.attention import Covers, SoftmaxAttention, covers_of
+from pyg_sar.engine.kernels.directional import Streamed
 from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
 from pyg_sar.engine.kernels.sums import Sums, SumsCall, Way
@@ -97,6 +98,8 @@ def attention_kernel(
         bits = [() if one is None else one.sent(edge_index, kept.view(-1)) for one in splits]
         sent = [[part.unsqueeze(-1) for part in parts] for parts in bits]
     kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
+    if attention.score.softmax:
+        kernel.derivatives = Streamed(edge_index, policy)
     return kernel, list(tensors.values())
 
 
@@ -135,7 +138,9 @@ def message_kernel(
     else:
         schedule = by_shards(shards_of(edge_index))
     rest = schedule, policy, name, most, choice.out_rows, draws
-    return Messages(program, decomposition, needs, *rest)
+    kernel = Messages(program, decomposition, needs, *rest)
+    kernel.derivatives = Streamed(edge_index, policy)
+    return kernel
 
 
 def sums_call(
@@ -182,6 +187,7 @@ def sums_call(
         way=partial(_sums_way, given=given),
         check=partial(_check_sums, choice=choice, title=title, own=own),
         checks_always=own,
+        derivatives=partial(Streamed, policy=policy),
     )
 
 

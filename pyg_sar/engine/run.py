@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,31 @@ class Pass:
             total.index_add_(0, index, part)
 
 
+class Derivatives(Protocol):
+    """The derivatives of a kernel's gradients (:mod:`pyg_sar.engine.kernels.directional`)."""
+
+    def check(self, kernel: Kernel) -> None:
+        """Raises ``NotImplementedError`` where they can't be had."""
+
+    def find(
+        self,
+        kernel: Kernel,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        directions: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """By the outputs' gradients, then by the inputs.
+
+        Args:
+            kernel: The kernel.
+            inputs: Its inputs (:meth:`Kernel.inputs`).
+            gradients: Of its outputs.
+            directions: The gradients of its inputs' gradients.
+            wanted: Which inputs have these.
+        """
+
+
 class Kernel(ABC):
     """A computation over edges: a forward and a backward pass.
 
@@ -92,7 +117,9 @@ class Kernel(ABC):
         reads_output: The backward pass reads the output. It is kept as an alias; where it was
             changed in place since, which PyG's own layers allow too, it is computed again.
         needs_gradient: An input may want a gradient.
-        second_derivative: How a message goes on that says that there is none.
+        unread: Inputs that no gradient depends on; in their places anything was saved.
+        derivatives: Of its gradients, for ``create_graph=True``; ``None``: there are none.
+        second_derivative: How a message goes on that says so.
     """
 
     name = ""
@@ -102,6 +129,8 @@ class Kernel(ABC):
     wire = Wire()
     reads_output = False
     needs_gradient = True
+    unread: frozenset[int] = frozenset()
+    derivatives: Derivatives | None = None
     second_derivative = "need SARPolicy(mode=3)"
 
     @abstractmethod
@@ -141,7 +170,7 @@ class Kernel(ABC):
         """
 
     def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs among what was saved, of a kernel that :attr:`reads_output`."""
+        """The inputs among what was saved."""
         raise NotImplementedError
 
 
@@ -213,8 +242,19 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kernel: Kernel = ctx.kernel
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return (None, *_Run.find(ctx, gradients))
+        if kernel.derivatives is None or hooks_are_forgotten():
             refuse_second_derivative(kernel.title, kernel.second_derivative)
+        else:
+            kernel.derivatives.check(kernel)
+        inputs = kernel.inputs(ctx.saved_tensors)
+        return (None, *_Gradients.apply(ctx, len(gradients), *gradients, *inputs))
+
+    @staticmethod
+    def find(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs."""
+        kernel: Kernel = ctx.kernel
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         # Messages run again: what they read tells its operators by its class, which is switched off
@@ -235,9 +275,31 @@ class _Run(torch.autograd.Function):
                 todo = kernel.backward(cotangent, saved, ctx.needs_input_grad[1:], last)
                 del cotangent, saved
                 go(kernel, todo, kernel.schedule.backward)
-                return (None, *todo.finish())
+                return tuple(todo.finish())
         except Exception as error:
             note_place(error, f"the backward pass of {kernel.title}")
+            raise
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass of a run, itself recorded: from the outputs' gradients and the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, of: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.kernel, ctx.count, ctx.wanted = of.kernel, count, of.needs_input_grad[1:]
+        return _Run.find(of, tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        kernel, count, tensors = ctx.kernel, ctx.count, ctx.saved_tensors
+        try:
+            with torch._C._EnableTorchFunction():
+                rest = tensors[count:], tensors[:count], directions, ctx.wanted
+                return (None, None, *kernel.derivatives.find(kernel, *rest))
+        except Exception as error:
+            note_place(error, f"the second derivative of {kernel.title}")
             raise
 
 

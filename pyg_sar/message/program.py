@@ -25,7 +25,7 @@ from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
 from pyg_sar.wording import counted
 
-Role = Literal["source", "target", "edge", "whole"]
+Role = Literal["source", "target", "edge", "whole", "aggregate"]
 
 STAND_INS = 2  # edges that are put before a tile whose first target has none
 
@@ -36,7 +36,8 @@ _NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A tensor in its role: ``[num_local, *]`` (source), ``[num_targets, *]`` (target), ``[E, *]``
-    (edge) or any.
+    (edge) or any; or ``[num_targets, *]`` of which a tile takes one row per target, not per edge
+    (aggregate).
 
     ``axis`` is where the message wants its edges; here they, and nodes, come first.
     """
@@ -114,7 +115,74 @@ def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: in
         )
 
 
-class TileProgram:
+class EdgeProgram:
+    """Operands, whose rows are gathered for a tile, and what is computed of these.
+
+    Attributes:
+        layer: Whose parameters it reads.
+        complete: Tiles hold all in-edges of their targets, and ``aggregate`` is part of it.
+    """
+
+    layer: Any
+    operands: list[Operand]
+    complete = False
+
+    def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> list[Mapped]:
+        """Returns what is computed for a tile, by group of reductions."""
+        raise NotImplementedError
+
+    def numbers(self, role: Role) -> list[int]:
+        """Operands in a role."""
+        return [k for k, operand in enumerate(self.operands) if operand.role == role]
+
+    def row_bytes(self) -> int:
+        """Bytes that one edge's inputs take when they are materialized."""
+        total = 0
+        for operand in self.operands:
+            if operand.role != "whole":
+                shape = operand.tensor.shape[1:]
+                total += shape.numel() * operand.tensor.element_size()
+        return total
+
+    def release(self) -> None:
+        """Forgets the operands' values: shapes, dtypes and roles are all that backward asks."""
+        self.operands = [
+            Operand(o.role, o.tensor.detach().new_zeros(()).expand(o.tensor.shape), o.axis)
+            for o in self.operands
+        ]
+
+    def gather(
+        self, tile: Tile, tensors: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Returns the operands' rows for a tile.
+
+        Args:
+            tile: The edges.
+            tensors: The operands' tensors (``None``: not at hand, and not needed).
+            sources: The owner's rows of the source operands, in their order.
+        """
+        picked: list[Tensor | None] = []
+        rows: Tensor | None = None
+        remaining = iter(sources)
+        for operand, tensor in zip(self.operands, tensors, strict=True):
+            if operand.role == "source":
+                source = next(remaining)
+                picked.append(None if source is None else source.index_select(0, tile.source))
+            elif tensor is None or operand.role == "whole":
+                picked.append(tensor)
+            elif operand.role == "target":
+                rows = tile.target_rows if rows is None else rows
+                picked.append(tensor.index_select(0, rows))
+            elif operand.role == "aggregate":
+                picked.append(tensor.index_select(0, tile.targets))
+            elif isinstance(tile.columns, slice):
+                picked.append(tensor[tile.columns])
+            else:
+                picked.append(tensor.index_select(0, tile.columns))
+        return picked
+
+
+class TileProgram(EdgeProgram):
     """The computation of one call of ``propagate`` per edge.
 
     Args:
@@ -224,54 +292,10 @@ class TileProgram:
                 return name[:-2] if name[-2:] in ("_i", "_j") else name
         return None
 
-    def numbers(self, role: Role) -> list[int]:
-        """Operands in a role."""
-        return [k for k, operand in enumerate(self.operands) if operand.role == role]
-
-    def row_bytes(self) -> int:
-        """Bytes that one edge's inputs take when they are materialized."""
-        total = 0
-        for operand in self.operands:
-            if operand.role != "whole":
-                shape = operand.tensor.shape[1:]
-                total += shape.numel() * operand.tensor.element_size()
-        return total
-
     def release(self) -> None:
-        """Forgets the operands' values: shapes, dtypes and roles are all that backward asks."""
+        """See :meth:`EdgeProgram.release`."""
         self._named = []
-        self.operands = [
-            Operand(o.role, o.tensor.detach().new_zeros(()).expand(o.tensor.shape), o.axis)
-            for o in self.operands
-        ]
-
-    def gather(
-        self, tile: Tile, tensors: Sequence[Tensor | None], sources: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """Returns the operands' rows for a tile.
-
-        Args:
-            tile: The edges.
-            tensors: The operands' tensors (``None``: not at hand, and not needed).
-            sources: The owner's rows of the source operands, in their order.
-        """
-        picked: list[Tensor | None] = []
-        rows: Tensor | None = None
-        remaining = iter(sources)
-        for operand, tensor in zip(self.operands, tensors, strict=True):
-            if operand.role == "source":
-                source = next(remaining)
-                picked.append(None if source is None else source.index_select(0, tile.source))
-            elif tensor is None or operand.role == "whole":
-                picked.append(tensor)
-            elif operand.role == "target":
-                rows = tile.target_rows if rows is None else rows
-                picked.append(tensor.index_select(0, rows))
-            elif isinstance(tile.columns, slice):
-                picked.append(tensor[tile.columns])
-            else:
-                picked.append(tensor.index_select(0, tile.columns))
-        return picked
+        super().release()
 
     def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> list[Mapped]:
         """Returns the tile's messages ``[E_tile, *]``, mapped for each group of reductions.

@@ -49,6 +49,7 @@ from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.layer_facts import is_plain_module, pristine
 from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
+from pyg_sar.reduction.parameters import hooks_are_forgotten
 from pyg_sar.space.index_space import DistEdgeIndex
 
 
@@ -342,14 +343,16 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         terms, weights = given[:count], given[count:]
-        ctx.save_for_backward(value, *map(torch.detach, weights))  # See hooks_are_forgotten().
+        ctx.save_for_backward(
+            value, *(map(torch.detach, weights) if hooks_are_forgotten() else weights)
+        )
         ctx.set_materialize_grads(False)
         return (value.view_as(value), *(term.view_as(term) for term in terms))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         value, *weights = ctx.saved_tensors
-        total, *shares = gradients  # of attention by kernel, which is differentiated once
+        total, *shares = gradients
         # What reads the values makes this gradient anew in each pass, and for nobody else.
         total = torch.zeros_like(value) if total is None else total
         found: list[Tensor | None] = []
@@ -360,7 +363,8 @@ class _Together(torch.autograd.Function):
                 found.append(None)
                 continue
             if ctx.needs_input_grad[0]:
-                total.addcmul_(share.unsqueeze(-1), weight)
+                add = total.addcmul if torch.is_grad_enabled() else total.addcmul_
+                total = add(share.unsqueeze(-1), weight)
             product = torch.einsum("nh,nhc->hc", share, value) if wanted else None
             found.append(None if product is None else product.view_as(weight))
         return (total, None, *[None] * len(shares), *found)

@@ -37,7 +37,7 @@ from pyg_sar.message.decompose import Decomposition
 from pyg_sar.message.dependence import Dependence, Inject, token_for
 from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
-from pyg_sar.message.program import STAND_INS, TileProgram, opens_without_edges
+from pyg_sar.message.program import STAND_INS, EdgeProgram, opens_without_edges
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.shard import Block, Tile, empty_tile
@@ -92,7 +92,7 @@ class Messages(Kernel):
 
     def __init__(
         self,
-        program: TileProgram,
+        program: EdgeProgram,
         decomposition: Decomposition,
         needs: Dependence,
         schedule: Schedule,
@@ -117,14 +117,17 @@ class Messages(Kernel):
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
         self.remakes = not (self.no_graph or self.keeps_graphs)
         self.refetches = needs.needs_sources and self.remakes
+        sources = () if needs.needs_sources else program.numbers("source")
+        self.unread = frozenset(range(len(program.operands)) if self.no_graph else sources)
         # Where a mode remakes graphs it does so in the order of the forward pass, and all add up in
         # the same order.
-        by_chunks = isinstance(schedule.forward[0].exchange, Chunks)
+        by_chunks = isinstance(schedule.backward[0].exchange, Chunks)
         self.own_last = (self.no_graph or _is_light(needs)) and not by_chunks
         named = program.layer.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
         self.read: dict[str, Tensor] = {}  # by a message of no edges, in a call that had none
+        self._operands: list[tuple[Tensor, int] | None] = []  # with versions, of graphs that stay
         self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
@@ -156,14 +159,28 @@ class Messages(Kernel):
         kept = [t if self._saves(k) else t.new_empty(0) for k, t in enumerate(tensors[:count])]
         self._lengths = [len(state) for state in done.states]
         self.program.release()
+        if self.keeps_graphs and not self.no_graph:  # Second derivatives read the operands.
+            self._operands = [
+                None if k in self.unread else (tensor, tensor._version)
+                for k, tensor in enumerate(tensors[:count])
+            ]
         # Parameters are saved for the sake of their versions: a change in place is noticed.
         return [*kept, *tensors[count:], *(tensor for state in done.states for tensor in state)]
 
     def _saves(self, number: int) -> bool:
         """True where the backward pass needs an operand's values."""
-        if not self.remakes:
-            return False
-        return self.needs.needs_sources or self.program.operands[number].role != "source"
+        return self.remakes and number not in self.unread
+
+    def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        count = len(self.requires_grad)
+        found = list(saved[: count + len(self.parameters)])
+        for k, kept in enumerate(self._operands):
+            if kept is not None:
+                found[k], version = kept
+                if found[k]._version != version:
+                    problem = "a tensor that its second derivative reads was changed in place"
+                    raise RuntimeError(f"{self.title}: {problem}")
+        return found
 
     def backward(
         self,
@@ -176,6 +193,8 @@ class Messages(Kernel):
         operands = [t if self._saves(k) else None for k, t in enumerate(saved[:count])]
         rest = iter(saved[count + len(self.parameters) :])
         states = [[next(rest) for _ in range(length)] for length in self._lengths]
+        if last:
+            self._operands = []
         return MessagesBackward(self, cotangent, operands, states, last)
 
     def check_source(self, graph: _Graph, rows: Tensor | None) -> None:
@@ -275,7 +294,7 @@ class MessagesForward(Pass):
         kernel = self._kernel
         if not self._seen:  # This worker has no edges: others know what a row looks like.
             if self._record:
-                kernel.read = self._read()
+                kernel.read = self.of_no_edges()
             nothing = [_Root(row, None, Reductions()) for row in kernel.out_rows]
             self._merge(_Graph(empty_tile(kernel.ambient.device), nothing))
         found = [reducer for group in self._reducers for reducer in group]
@@ -283,7 +302,7 @@ class MessagesForward(Pass):
         self.states = [reducer.state() if self._record else [] for reducer in found]
         return out
 
-    def _read(self) -> dict[str, Tensor]:
+    def of_no_edges(self) -> dict[str, Tensor]:
         """Zeros for the parameters that the message reads: their gradients where no edge is."""
         program, ambient = self._kernel.program, self._kernel.ambient
         tile = empty_tile(ambient.device)
@@ -445,6 +464,8 @@ class MessagesBackward(Pass):
             add_rows(total, tile.source, value)
         elif role == "target":
             add_rows(total, tile.target_rows, value)
+        elif role == "aggregate":
+            add_rows(total, tile.targets, value)
         elif role == "edge":
             total[tile.columns] = value  # Each edge is in one tile.
         else:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.engine.cuts import SplitEdges
-from pyg_sar.engine.run import Kernel, Pass, run
+from pyg_sar.engine.run import Derivatives, Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
 from pyg_sar.exchange.wire import Wire
@@ -62,6 +62,7 @@ class Sums(Kernel):
         self.name, self.title, self.schedule = name, title, schedule
         self.prefetch, self.wire = prefetch, wire
         self.kinds, self.needs_sources, self.there = kinds, needs_sources, there
+        self.unread = frozenset(() if needs_sources else (0,))
 
     def forward(self, tensors: Sequence[Tensor], record: bool) -> SumsForward:
         return SumsForward(self, tensors)
@@ -70,6 +71,9 @@ class Sums(Kernel):
         x, *weight = tensors
         rows = x if self.needs_sources else x.new_empty(0, x.size(1))
         return [rows, *weight, *(t for pair in done.extrema for t in pair)]
+
+    def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        return list(saved[: len(saved) - 2 * sum(kind in ("max", "min") for kind in self.kinds)])
 
     def backward(
         self,
@@ -116,6 +120,7 @@ class SumsCall:
         key: By which edges remember their way; ``None``: kernels are missing here.
         way: Finds it, or makes it, together with all workers; ``None``: not for these edges.
         check: Raises where arguments don't fit the edges, and where the message is another one.
+        derivatives: Of gradients, by the edges.
     """
 
     source: str
@@ -127,6 +132,7 @@ class SumsCall:
     way: Callable[[DistEdgeIndex], Way | None]
     check: Callable[..., None]
     checks_always: bool
+    derivatives: Callable[[DistEdgeIndex], Derivatives]
 
     def run(
         self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
@@ -160,6 +166,7 @@ class SumsCall:
         if len(shape) != 1:
             rows = rows.reshape(rows.size(0), shape.numel())
         kernel = self.kernel(schedule, there)
+        kernel.derivatives = self.derivatives(edge_index)
         results = run(kernel, [rows] if weight is None else [rows, weight], self.record)
         if len(shape) != 1:
             results = [out.view(-1, *shape) for out in results]
