@@ -13,8 +13,7 @@ WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16", "int8", "int4", "int2"
 class SARPolicy:
     r"""Settings of how :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
 
-    All modes give the same numbers; they trade memory against work and traffic. Derivatives of
-    derivatives (``create_graph=True``) need mode 3. With
+    All modes give the same numbers; they trade memory against work and traffic. With
     :math:`H_p` halo rows of :math:`F` values of :math:`b` bytes at worker :math:`p`:
 
     ====  ==============================  =====================  ======================

@@ -19,9 +19,6 @@ import pyg_sar
 from pyg_sar.tensors import mapped, whole
 
 REFUSED = {
-    "gradient_penalty": "SAGEConv 'second' at rank 0: second derivatives (create_graph=True) need "
-    "SARPolicy(mode=3)",
-    "meta_learning_by_functional_call": "second derivatives (create_graph=True) need SARPolicy",
     "two_nodes_at_a_time": "'aten.view' of node tensors (shapes [48, 8]; rank 0) to [24, 2, 8] "
     "would not keep rows together",
     "random_slopes": "'aten.rrelu_with_noise' of node tensors",
@@ -36,6 +33,7 @@ ALWAYS = (
     *("layer_of_a_computed_weight", "layer_with_a_mean_over_all_nodes", "gps_layer"),
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
+    *("gradient_penalty", "meta_learning_by_functional_call"),
     "norms_over_nodes_as_a_sequence",
 )
 """Models that always run, on 2 workers."""

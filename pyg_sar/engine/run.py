@@ -12,13 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.engine.derivatives import Derivatives, recorded
 from pyg_sar.engine.schedule import Schedule, Stage
-from pyg_sar.errors import note_place, refuse_second_derivative
+from pyg_sar.errors import note_place
 from pyg_sar.exchange.rows import Travel, UnitRows, Use
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.reduction.parameters import hooks_are_forgotten, not_themselves
@@ -80,31 +81,6 @@ class Pass:
             total.index_add_(0, index, part)
 
 
-class Derivatives(Protocol):
-    """The derivatives of a kernel's gradients (:mod:`pyg_sar.engine.kernels.directional`)."""
-
-    def check(self, kernel: Kernel) -> None:
-        """Raises ``NotImplementedError`` where they can't be had."""
-
-    def find(
-        self,
-        kernel: Kernel,
-        inputs: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        directions: Sequence[Tensor | None],
-        wanted: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """By the outputs' gradients, then by the inputs.
-
-        Args:
-            kernel: The kernel.
-            inputs: Its inputs (:meth:`Kernel.inputs`).
-            gradients: Of its outputs.
-            directions: The gradients of its inputs' gradients.
-            wanted: Which inputs have these.
-        """
-
-
 class Kernel(ABC):
     """A computation over edges: a forward and a backward pass.
 
@@ -114,22 +90,19 @@ class Kernel(ABC):
         schedule: The way through the edges.
         prefetch: Units fetched ahead, 0 or 1.
         wire: How rows travel; by default exactly.
-        reads_output: The backward pass reads the output. It is kept as an alias; where it was
-            changed in place since, which PyG's own layers allow too, it is computed again.
+        reads_output: The backward pass reads it; computed again where it was changed in place.
         needs_gradient: An input may want a gradient.
-        unread: Inputs that no gradient depends on; in their places anything was saved.
-        derivatives: Of its gradients, for ``create_graph=True``; ``None``: there are none.
-        second_derivative: How a message goes on that says so.
+        unread: Inputs that no gradient depends on, which need not be saved.
+        derivatives: Of its gradients. ``second_derivative`` ends a message that there are none.
     """
 
-    name = ""
-    title = ""
+    name = title = ""
     schedule: Schedule
     prefetch = 1
     wire = Wire()
     reads_output = False
     needs_gradient = True
-    unread: frozenset[int] = frozenset()
+    unread = frozenset[int]()
     derivatives: Derivatives | None = None
     second_derivative = "need SARPolicy(mode=3)"
 
@@ -242,19 +215,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kernel: Kernel = ctx.kernel
-        if not torch.is_grad_enabled():
-            return (None, *_Run.find(ctx, gradients))
-        if kernel.derivatives is None or hooks_are_forgotten():
-            refuse_second_derivative(kernel.title, kernel.second_derivative)
-        else:
-            kernel.derivatives.check(kernel)
-        inputs = kernel.inputs(ctx.saved_tensors)
-        return (None, *_Gradients.apply(ctx, len(gradients), *gradients, *inputs))
-
-    @staticmethod
-    def find(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs."""
-        kernel: Kernel = ctx.kernel
+        if torch.is_grad_enabled():
+            return recorded(_Run.backward, ctx, gradients)
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         # Messages run again: what they read tells its operators by its class, which is switched off
@@ -275,31 +237,9 @@ class _Run(torch.autograd.Function):
                 todo = kernel.backward(cotangent, saved, ctx.needs_input_grad[1:], last)
                 del cotangent, saved
                 go(kernel, todo, kernel.schedule.backward)
-                return tuple(todo.finish())
+                return (None, *todo.finish())
         except Exception as error:
             note_place(error, f"the backward pass of {kernel.title}")
-            raise
-
-
-class _Gradients(torch.autograd.Function):
-    """The backward pass of a run, itself recorded: from the outputs' gradients and the inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, of: Any, count: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.kernel, ctx.count, ctx.wanted = of.kernel, count, of.needs_input_grad[1:]
-        return _Run.find(of, tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
-        kernel, count, tensors = ctx.kernel, ctx.count, ctx.saved_tensors
-        try:
-            with torch._C._EnableTorchFunction():
-                rest = tensors[count:], tensors[:count], directions, ctx.wanted
-                return (None, None, *kernel.derivatives.find(kernel, *rest))
-        except Exception as error:
-            note_place(error, f"the second derivative of {kernel.title}")
             raise
 
 
@@ -318,5 +258,4 @@ def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Ten
     with torch.no_grad():
         done = kernel.forward([tensor.detach() for tensor in tensors], False)
         go(kernel, done, kernel.schedule.forward)
-        found: Sequence[Tensor] = done.finish()
-        return found
+        return list(done.finish())

@@ -68,7 +68,12 @@ class Streamed(NamedTuple):
         """See :class:`~pyg_sar.engine.run.Derivatives`."""
         if not kernel.wire.is_exact:
             refuse_second_derivative(kernel.title, "need SARPolicy(wire='exact')")
-        if isinstance(kernel, Messages) and kernel.draws is None:
+        if not isinstance(kernel, Messages):
+            return
+        if any("semi_var" in group.kinds for group in kernel.decomposition.groups):
+            # Its gradient depends on the messages' mean, which needs no messages.
+            refuse_second_derivative(kernel.title, f"with 'semi_grad' {kernel.second_derivative}")
+        if kernel.draws is None:
             layer = kernel.program.layer
             if isinstance(layer, MessagePassing) and not draws_nothing(layer):
                 remedy = "of a message that draws random numbers need SARPolicy(random='same')"

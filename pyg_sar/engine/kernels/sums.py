@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.engine.cuts import SplitEdges
-from pyg_sar.engine.run import Derivatives, Kernel, Pass, run
+from pyg_sar.engine.derivatives import Derivatives
+from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
 from pyg_sar.exchange.wire import Wire

@@ -1,0 +1,80 @@
+"""A run's backward pass that is itself recorded (``create_graph=True``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import note_place, refuse_second_derivative
+from pyg_sar.reduction.parameters import hooks_are_forgotten
+
+
+class Derivatives(Protocol):
+    """The derivatives of a kernel's gradients (:mod:`pyg_sar.engine.kernels.directional`)."""
+
+    def check(self, kernel: Any) -> None:
+        """Raises ``NotImplementedError`` where the kernel has none."""
+
+    def find(
+        self,
+        kernel: Any,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        directions: Sequence[Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """By the outputs' gradients, then by the inputs. All workers call it together.
+
+        Args:
+            kernel: The kernel.
+            inputs: Its inputs (``Kernel.inputs``).
+            gradients: Of its outputs.
+            directions: The gradients of its inputs' gradients.
+            wanted: Which inputs have these.
+        """
+
+
+def recorded(backward: Callable[..., Any], run: Any, gradients: Sequence[Tensor]) -> Any:
+    """The results of a run's backward pass, which autograd records.
+
+    Args:
+        backward: The pass, where it is not recorded.
+        run: The context of the run's autograd function.
+        gradients: Of its outputs.
+
+    Raises:
+        NotImplementedError: The kernel's gradients have no derivatives.
+    """
+    kernel = run.kernel
+    if kernel.derivatives is None or hooks_are_forgotten():
+        refuse_second_derivative(kernel.title, kernel.second_derivative)
+    kernel.derivatives.check(kernel)
+    inputs = kernel.inputs(run.saved_tensors)
+    return (None, *_Gradients.apply(backward, run, len(gradients), *gradients, *inputs))
+
+
+class _Gradients(torch.autograd.Function):
+    """From the outputs' gradients and the inputs to the inputs' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backward: Callable[..., Any], run: Any, count: int, *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.kernel, ctx.count, ctx.wanted = run.kernel, count, run.needs_input_grad[1:]
+        return tuple(backward(run, *tensors[:count])[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        kernel, count, tensors = ctx.kernel, ctx.count, ctx.saved_tensors
+        try:
+            with torch._C._EnableTorchFunction():
+                rest = tensors[count:], tensors[:count], directions, ctx.wanted
+                return (None, None, None, *kernel.derivatives.find(kernel, *rest))
+        except Exception as error:
+            note_place(error, f"the second derivative of {kernel.title}")
+            raise
