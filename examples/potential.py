@@ -1,7 +1,7 @@
 """An interatomic potential on a partitioned crystal: forces are derivatives of the energy.
 
 A SchNet (Schütt et al., 2017) gives each atom an energy. The loss is of forces, so its gradient
-is a second derivative, exact in mode 3. One process without pyg_sar has the same losses.
+is a second derivative. One process without pyg_sar has the same losses.
 """
 
 import sys
@@ -65,7 +65,7 @@ def train(model: torch.nn.Module, data: Data) -> list[float]:
 
 def work(root: str) -> list[float]:
     torch.manual_seed(0)
-    model = pyg_sar.distribute(Potential().double(), pyg_sar.SARPolicy(mode=3))
+    model = pyg_sar.distribute(Potential().double())
     return train(model, pyg_sar.load_partition(root))
 
 

@@ -166,3 +166,12 @@ def test_notebook_shows_no_errors_and_no_paths():
     code = [c for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
     assert len(code) >= 7 and all(c["execution_count"] for c in code)
     assert sum(bool(c["outputs"]) for c in code) == len(code)
+
+
+def test_a_lightning_module_learns(capfd, monkeypatch):
+    pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    monkeypatch.setattr(sys, "argv", ["lightning_gcn.py"])
+    runpy.run_path(str(EXAMPLES / "lightning_gcn.py"), run_name="__main__")
+    found = re.search(r"validation accuracy (\d\.\d+)", capfd.readouterr().out)
+    assert found is not None and float(found[1]) > 0.8
+    assert len((EXAMPLES / "lightning_gcn.py").read_text().splitlines()) <= 80

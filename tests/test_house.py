@@ -32,6 +32,7 @@ WINGS = (
         "convert",
         "train",
         "tools",
+        "lightning",
     ),
     *("pyg_sar", "__main__"),
 )
