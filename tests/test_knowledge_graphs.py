@@ -1,0 +1,170 @@
+"""Messages that depend on a query and on the edge's relation: those of NBFNet (Zhu et al., 2021).
+
+States ``[B, N, F]`` are those of a batch of queries on one graph, of which no node is sampled.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import TOLERANCE, error, gradient_scale, parts, whole, workers
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import scatter
+
+import pyg_sar
+from pyg_sar import SARPolicy
+
+NODES, EDGES, RELATIONS, WIDTH = 48, 240, 5, 4
+MESSAGES, REDUCTIONS = ("distmult", "transe", "rotate"), ("sum", "max", "pna")
+HEADS, ASKED = torch.tensor([3, 10, 40]), torch.tensor([0, 2, 4])
+
+
+class BellmanFord(MessagePassing):
+    """A generalized Bellman-Ford iteration.
+
+    Args:
+        from_query: Relations are computed from the query, not parameters of the layer.
+        kind: The message: what a relation does to a source's state.
+        aggr: How messages and the boundary condition are reduced.
+    """
+
+    def __init__(self, from_query: bool, kind: str, aggr: str) -> None:
+        several = ["mean", "max", "min", "std"] if aggr == "pna" else aggr
+        super().__init__(aggr=several, node_dim=-2)
+        self.kind = kind
+        count = 5 if aggr == "pna" else 2
+        self.relation = torch.nn.Embedding(RELATIONS, WIDTH)
+        self.of_query = torch.nn.Linear(WIDTH, RELATIONS * WIDTH) if from_query else None
+        self.out, self.norm = torch.nn.Linear(count * WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+
+    def relations(self, query: Tensor) -> Tensor:
+        if self.of_query is None:
+            return self.relation.weight.expand(len(query), -1, -1)
+        return self.of_query(query).view(len(query), RELATIONS, WIDTH)
+
+    def forward(self, state: Tensor, query: Tensor, boundary: Tensor, data: Data) -> Tensor:
+        given = {"relation": self.relations(query), "edge_type": data.edge_type}
+        out = self.propagate(data.edge_index, state=state, edge_weight=data.weight, **given)
+        return self.combined(state, self.with_boundary(out, boundary))
+
+    def message(
+        self, state_j: Tensor, relation: Tensor, edge_type: Tensor, edge_weight: Tensor
+    ) -> Tensor:
+        rows = relation.index_select(-2, edge_type)
+        return self.acted_on(state_j, rows) * edge_weight.view(-1, 1)
+
+    def acted_on(self, state: Tensor, relation: Tensor) -> Tensor:
+        if self.kind == "distmult":
+            return state * relation
+        if self.kind == "transe":
+            return state + relation
+        (a, b), (c, d) = state.chunk(2, -1), relation.chunk(2, -1)
+        return torch.cat([a * c - b * d, a * d + b * c], -1)
+
+    def with_boundary(self, out: Tensor, boundary: Tensor) -> Tensor:
+        several = not isinstance(self.aggr, str)
+        if self.aggr == "max":
+            return torch.maximum(out, boundary)
+        return out + (torch.cat([boundary] * 4, -1) if several else boundary)
+
+    def combined(self, state: Tensor, out: Tensor) -> Tensor:
+        return self.norm(self.out(torch.cat([state, out], -1))).relu()
+
+
+class Fused(BellmanFord):
+    """As NBFNet has it: the boundary condition is a message of each node to itself."""
+
+    def forward(self, state: Tensor, query: Tensor, boundary: Tensor, data: Data) -> Tensor:
+        source, target = data.edge_index
+        rows = self.relations(query).index_select(-2, data.edge_type)
+        messages = self.acted_on(state[:, source], rows) * data.weight.view(-1, 1)
+        messages = torch.cat([messages, boundary], -2)
+        index = torch.cat([target, torch.arange(NODES)])
+        return self.combined(state, scatter(messages, index, -2, NODES, self.aggr))
+
+
+class Network(torch.nn.Module):
+    """Two iterations from the boundary condition, and a score of each node.
+
+    Args:
+        layer: Makes a layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.query = torch.nn.Embedding(RELATIONS, WIDTH)
+        self.layers = torch.nn.ModuleList([layer(), layer()])
+        self.score = torch.nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, data: Data) -> Tensor:
+        query = self.query(ASKED)
+        starts = (data.node.view(1, -1) == HEADS.view(-1, 1)).to(query.dtype)
+        state = boundary = starts.unsqueeze(-1) * query.unsqueeze(1)
+        for layer in self.layers:
+            state = layer(state, query, boundary, data) + state
+        pair = torch.cat([state, query.unsqueeze(1).expand(-1, state.size(1), -1)], -1)
+        return self.score(pair).squeeze(-1)
+
+
+def graph() -> Data:
+    draw = torch.Generator().manual_seed(0)
+    return Data(
+        edge_index=torch.randint(NODES, (2, EDGES), generator=draw),
+        edge_type=torch.randint(RELATIONS, (EDGES,), generator=draw),
+        weight=torch.rand(EDGES, generator=draw, dtype=torch.float64) + 0.5,
+        node=torch.arange(NODES),
+        y=torch.rand(NODES, generator=draw, dtype=torch.float64),
+        num_nodes=NODES,
+    )
+
+
+CASES = list(product((True, False), MESSAGES, REDUCTIONS))
+
+
+def network(case: Any, kind: type[BellmanFord] = BellmanFord) -> Network:
+    torch.manual_seed(1)
+    return Network(lambda: kind(*case)).double()
+
+
+def step(model: Any, data: Data) -> tuple[Tensor, dict[str, Tensor | None]]:
+    scores = model(data)
+    (scores - data.y).square().mean().backward()
+    return scores.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def on_workers(root: Path) -> list[Any]:
+    data, found = pyg_sar.load_partition(root), []
+    for k, case in enumerate(CASES):
+        model = pyg_sar.distribute(network(case), SARPolicy(mode=k % 3 + 1))
+        scores, gradients = step(model, data)
+        found.append((whole(scores.transpose(0, 1)), gradients))
+    return found
+
+
+@pytest.mark.parametrize(("start", "world"), [(workers, 2), (workers, 4), (parts, 3)])
+def test_nbfnet(start, world, tmp_path):
+    data = graph()
+    pyg_sar.write_partitions(data, world, tmp_path / "parts", "random")
+    expected = [step(network(case), data) for case in CASES]
+    for found in start(on_workers, world, tmp_path / "parts"):
+        for case, (scores, gradients), (right, others) in zip(CASES, found, expected, strict=True):
+            assert error(scores, right.transpose(0, 1)) <= TOLERANCE, case
+            scale = gradient_scale(others)
+            wrong = {n: error(gradients[n], g, scale) for n, g in others.items() if g is not None}
+            assert max(wrong.values()) <= TOLERANCE, (case, wrong)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[2] != "pna"])
+def test_the_plain_message_is_the_fused_one(case):
+    data = graph()
+    (scores, _), (fused, _) = step(network(case), data), step(network(case, Fused), data)
+    # A maximum that starts from 0 where no edge comes in differs from one of the boundary alone.
+    fed = torch.zeros(NODES, dtype=torch.bool).index_fill(0, data.edge_index[1], True)
+    assert fed.all() or case[2] == "sum"
+    torch.testing.assert_close(scores, fused)
