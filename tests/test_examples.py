@@ -168,6 +168,14 @@ def test_notebook_shows_no_errors_and_no_paths():
     assert sum(bool(c["outputs"]) for c in code) == len(code)
 
 
+def test_atoms_move_as_in_one_process_and_keep_their_energy(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["molecular_dynamics.py", "4", "20"])
+    out = run_here("molecular_dynamics.py", capfd)
+    drift, apart = (float(x) for x in re.findall(r"(\S+e[-+]\d+)", out))
+    assert drift < 1e-3 and apart < 1e-12
+    assert len((EXAMPLES / "molecular_dynamics.py").read_text().splitlines()) <= 80
+
+
 def test_a_lightning_module_learns(capfd, monkeypatch):
     pytest.importorskip("lightning", reason="needs the extra 'lightning'")
     monkeypatch.setattr(sys, "argv", ["lightning_gcn.py"])
