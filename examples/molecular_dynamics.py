@@ -76,6 +76,4 @@ if __name__ == "__main__":
     alone = simulate(Potential().double(), box)
     drift = max(abs(total - found[0]) for total in found) / float(0.5 * velocity.square().sum())
     apart = max(abs(a / b - 1) for a, b in zip(found, alone, strict=True))
-    print(
-        f"energy {found[0]:.3f}, drift {drift:.0e} of the kinetic; largest difference {apart:.0e}"
-    )
+    print(f"energy {found[0]:.3f}, drift {drift:.0e} of the kinetic; differs by {apart:.0e}")
