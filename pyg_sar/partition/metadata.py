@@ -40,12 +40,10 @@ Rule = Callable[[Any, Known], tuple[bool, str]]
 what is known: fields that are declared before it, and what the reader of the object passes."""
 
 
-def count(least: int | None = 0, most: str = "") -> Rule:
-    """Returns the rule of a whole number; ``least=None``: any. ``most`` names a known value."""
+def count(least: int = 0, most: str = "") -> Rule:
+    """Returns the rule of a whole number; ``most`` names a known value."""
 
     def rule(value: Any, known: Known) -> tuple[bool, str]:
-        if least is None:
-            return _is_int(value), "a whole number"
         top = known[most] if most else _MOST
         limit = f"from {least} to {top}" if most else f"of at least {least}"
         return _is_int(value) and least <= value <= top, f"a whole number {limit}"
@@ -188,7 +186,7 @@ GRAPH = {
     "num_edges": count(),
     "is_directed": lambda value, known: (isinstance(value, bool), "true or false"),
     "method": text(),
-    "seed": count(least=None),
+    "seed": lambda value, known: (_is_int(value), "a whole number"),
     "num_graphs": or_null(count()),
 }
 STATISTICS = {
