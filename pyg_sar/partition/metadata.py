@@ -1,7 +1,8 @@
-"""``metadata.json`` of a partition, read field by field and checked against itself.
+"""``metadata.json`` of a partition: its fields, declared once, and how it is read by them.
 
 [Note: checked once] Checksums guard against accidents, not against a file that another program
-wrote. So each field is read by its type, what two fields tell must agree, and the tensors of a part
+wrote. So each field is read by its declaration (:data:`Rule`): its type, its range, and what it
+has to be beside other fields. These must agree, and the tensors of a part
 (``part_checks.py``) must be those that the metadata describes: whatever does not fit is one
 :class:`~pyg_sar.errors.PartitionError` that names the file and the field or tensor.
 """
@@ -33,6 +34,80 @@ from pyg_sar.partition.schema import FORMAT, VERSION, RowGroup, StoreInfo, is_he
 from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1
+Known = Mapping[str, Any]
+Rule = Callable[[Any, Known], tuple[bool, str]]
+"""Says whether a field's value is what it has to be, and what that is, in words. It may depend on
+what is known: fields that are declared before it, and what the reader of the object passes."""
+
+
+def count(least: int = 0, most: str = "") -> Rule:
+    """Returns the rule of a whole number; ``most`` names a known value."""
+
+    def rule(value: Any, known: Known) -> tuple[bool, str]:
+        top = known[most] if most else _MOST
+        limit = f"from {least} to {top}" if most else f"of at least {least}"
+        return _is_int(value) and least <= value <= top, f"a whole number {limit}"
+
+    return rule
+
+
+def text(*choices: str, known_as: str = "") -> Rule:
+    """Returns the rule of a text, one of the choices or known values if there are any."""
+
+    def rule(value: Any, known: Known) -> tuple[bool, str]:
+        allowed = known[known_as] if known_as else choices
+        fits = isinstance(value, str) and (not allowed or value in allowed)
+        several = "one of " + ", ".join(allowed)
+        return fits, several if len(allowed) > 1 else repr(*allowed) if allowed else "a text"
+
+    return rule
+
+
+def same(name: str) -> Rule:
+    """Returns the rule of a field that is a known value."""
+    return lambda value, known: (
+        type(value) is type(known[name]) and value == known[name],
+        repr(known[name]),
+    )
+
+
+def many(what: str, fits: Callable[[Any], bool], length: str = "", total: str = "") -> Rule:
+    """Returns the rule of a list, where known values may be its length and its sum."""
+
+    def rule(value: Any, known: Known) -> tuple[bool, str]:
+        expected = f"{known[length]} {what}" if length else what
+        if not isinstance(value, list) or not all(map(fits, value)):
+            return False, expected
+        if total and sum(value) != known[total]:
+            return False, f"{expected} with the sum {known[total]}"
+        return not length or len(value) == known[length], expected
+
+    return rule
+
+
+def counts(length: str = "", total: str = "") -> Rule:
+    """Returns the rule of a list of whole numbers of at least 0."""
+    return many("whole numbers of at least 0", _is_count, length, total)
+
+
+def or_null(rule: Rule) -> Rule:
+    """Returns the rule of a field that may be ``null``."""
+    return lambda value, known: (
+        value is None or rule(value, known)[0],
+        f"{rule(value, known)[1]} or null",
+    )
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and 0 <= value <= _MOST
+
+
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 class Fields:
@@ -47,92 +122,51 @@ class Fields:
     def __init__(self, file: Path, content: Any, place: str = "") -> None:
         self.file, self.place = file, place
         self.content: Mapping[str, Any] = content
-        if not isinstance(content, dict):
+        if type(content) is not dict:
             raise self.wrong("", "an object", content)
+
+    def wrong(self, name: str, expected: Any, got: Any) -> PartitionError:
+        """Returns the error for a field."""
+        text = repr(got)
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        return PartitionError(
+            f"'{self.file}': expected '{self._place(name)}' to be {expected} (got {shown}); copy "
+            "it again or partition the graph anew"
+        )
 
     def _place(self, name: str) -> str:
         return ".".join(filter(None, (self.place, name)))
 
-    def wrong(self, name: str, expected: str, got: Any) -> PartitionError:
-        """Returns the error for a field."""
-        where = self._place(name)
-        text = repr(got)
-        shown = text if len(text) <= 60 else text[:57] + "..."
-        return PartitionError(
-            f"'{self.file}': expected '{where}' to be {expected} (got {shown}); copy it again or "
-            "partition the graph anew"
-        )
-
-    def get(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+    def get(self, name: str, rule: Rule, known: Known | None = None) -> Any:
         """Returns a field, which must be there and fit."""
-        if name not in self.content:
-            raise self.wrong(name, expected, "nothing")
-        value = self.content[name]
-        if not fits(value):
+        value = self.content.get(name, "nothing")
+        fits, expected = rule(value, known or {})
+        if name not in self.content or not fits:
             raise self.wrong(name, expected, value)
         return value
 
-    def count(self, name: str, least: int = 0, most: int = _MOST) -> int:
-        """Returns a field that is a whole number."""
-        limit = f"from {least} to {most}" if most < _MOST else f"of at least {least}"
-        what = f"a whole number {limit}"
-        return int(self.get(name, what, lambda v: _is_int(v) and least <= v <= most))
-
-    def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
-        """Returns a field that is a string, one of ``choices`` if there are any."""
-        expected = "one of " + ", ".join(choices) if choices else "a text"
-        return str(self.get(name, expected, lambda v: _is_str(v) and (not choices or v in choices)))
-
-    def flag(self, name: str) -> bool:
-        """Returns a field that is ``true`` or ``false``."""
-        return bool(self.get(name, "true or false", lambda v: isinstance(v, bool)))
-
-    def _list(
-        self, name: str, what: str, length: int | None, fits: Callable[[Any], bool]
-    ) -> list[Any]:
-        """Returns a field that is a list, of ``length`` entries that fit each."""
-        return list(
-            self.get(
-                name,
-                what if length is None else f"{length} {what}",
-                lambda v: isinstance(v, list) and length in (None, len(v)) and all(map(fits, v)),
-            )
-        )
-
-    def counts(self, name: str, length: int | None = None) -> list[int]:
-        """Returns a field that is a list of whole numbers of at least 0, as many as ``length``."""
-        what = "whole numbers of at least 0"
-        return self._list(name, what, length, lambda n: _is_int(n) and 0 <= n <= _MOST)
-
-    def texts(self, name: str, length: int) -> list[str]:
-        """Returns a field that is a list of ``length`` strings."""
-        return self._list(name, "texts", length, _is_str)
-
-    def same(self, name: str, expected: Any) -> None:
-        """Raises unless a field is what other fields tell already."""
-        self.get(name, f"{expected!r}", lambda v: type(v) is type(expected) and v == expected)
+    def read(self, declared: Mapping[str, Rule], **known: Any) -> dict[str, Any]:
+        """Returns the declared fields."""
+        found: dict[str, Any] = {}
+        for name, rule in declared.items():
+            found[name] = self.get(name, rule, known | found)
+        return found
 
     def inner(self, name: str) -> Fields:
         """Returns a field that is an object."""
-        return Fields(self.file, self.get(name, "an object", lambda v: True), self._place(name))
+        value = self.get(name, lambda value, known: (True, "an object"))
+        return Fields(self.file, value, self._place(name))
 
-    def items(self) -> dict[str, Fields]:
-        """Returns all fields, which are objects."""
-        return {name: self.inner(name) for name in self.content}
+    def objects(self, name: str) -> dict[str, Fields]:
+        """Returns an object whose fields are objects."""
+        inner = self.inner(name)
+        return {name: inner.inner(name) for name in inner.content}
 
     def rows(self, name: str, length: int | None = None) -> list[Fields]:
         """Returns a field that is a list of objects, as many as ``length``."""
-        rows = self._list(name, "objects in a list", length, lambda v: True)
-        start = self._place(name)
+        rule = many("objects in a list", lambda v: True, "" if length is None else "length")
+        rows, start = self.get(name, rule, {"length": length}), self._place(name)
         return [Fields(self.file, row, f"{start}[{k}]") for k, row in enumerate(rows)]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_str(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 METADATA = "metadata.json"
@@ -145,6 +179,66 @@ _FORMS = {
 }
 _KINDS = ("nodes", "links")
 _ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+GRAPH = {
+    "num_parts": count(least=1),
+    "num_nodes": count(),
+    "num_edges": count(),
+    "is_directed": lambda value, known: (isinstance(value, bool), "true or false"),
+    "method": text(),
+    "seed": lambda value, known: (_is_int(value), "a whole number"),
+    "num_graphs": or_null(count()),
+}
+STATISTICS = {
+    "edge_cut": count(most="num_edges"),
+    "nodes": counts("num_parts", total="num_nodes"),
+    "edges": counts("num_parts", total="num_edges"),
+    "halo": counts("num_parts"),
+    "training_nodes": or_null(counts("num_parts")),
+}
+TYPE_STATISTICS = {
+    "name": same("key"),
+    "nodes": counts("num_parts", total="count"),
+    "training_nodes": or_null(counts("num_parts")),
+}
+RELATION_STATISTICS = {
+    "edge_type": same("key"),
+    "edge_cut": count(most="count"),
+    "edges": counts("num_parts", total="count"),
+    "halo": counts("num_parts"),
+}
+PART = {
+    "num_nodes": same("nodes"),
+    "num_edges": same("edges"),
+    "num_halo": same("halo"),
+    "file": text(),
+    "sha256": text(),
+    "bytes": count(),
+}
+STORE = {
+    "name": many("texts", _is_str, "length"),
+    "count": count(),
+}
+ATTRIBUTE = {
+    "level": text(known_as="levels"),
+    "layout": text(*_FORMS),
+    "dtype": text(),
+    "shape": counts(),
+    "dim": count(),
+    "form": lambda value, known: text(*_FORMS[known["layout"]])(value, known),
+}
+NODE_LIST = {
+    "name": text(),
+    "kind": text(known_as="kinds"),
+    "key": or_null(text()),
+}
+NODE_LIST_IDS = {
+    "dtype": text(*_ID_DTYPES),
+    "layout": text("dense"),
+    "shape": counts(),
+    "dim": same("axis"),
+}
+"""The attribute of a list of node ids, which :data:`ATTRIBUTE` describes as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,128 +381,78 @@ def _check_version(root: Path, content: Mapping[str, Any]) -> None:
 
 
 def _parse(root: Path, fields: Fields) -> PartitionMetadata:
-    counts = {
-        "num_parts": fields.count("num_parts", least=1),
-        "num_nodes": fields.count("num_nodes"),
-        "num_edges": fields.count("num_edges"),
-    }
-    stores = _stores(fields, counts)
-    statistics = _statistics(fields.inner("statistics"), counts, stores)
-    known = fields.content.get("num_graphs") is not None
+    graph = Fields(fields.file, {"num_graphs": None, **fields.content}).read(GRAPH)
+    stores = _stores(fields, graph)
+    statistics = _statistics(fields.inner("statistics"), graph, stores)
+    parts = [
+        PartInfo(**row.read(PART, **{name: getattr(statistics, name)[p] for name in _SUMMED}))
+        for p, row in enumerate(fields.rows("parts", statistics.num_parts))
+    ]
     return PartitionMetadata(
-        root=root,
-        version=VERSION,
-        **counts,
-        is_directed=fields.flag("is_directed"),
-        method=fields.text("method"),
-        seed=fields.get("seed", "a whole number", lambda v: type(v) is int),
-        statistics=statistics,
-        stores=stores,
-        parts=_parts(fields, statistics),
-        num_graphs=fields.count("num_graphs") if known else None,
+        root=root, version=VERSION, statistics=statistics, stores=stores, parts=parts, **graph
     )
-
-
-def _parts(fields: Fields, statistics: PartitionStatistics) -> list[PartInfo]:
-    parts = []
-    for p, row in enumerate(fields.rows("parts", statistics.num_parts)):
-        counts = {
-            f"num_{name}": getattr(statistics, name)[p] for name in ("nodes", "edges", "halo")
-        }
-        for name, count in counts.items():
-            row.same(name, count)
-        file, sha256, size = row.text("file"), row.text("sha256"), row.count("bytes")
-        parts.append(PartInfo(file=file, sha256=sha256, bytes=size, **counts))
-    return parts
 
 
 # Statistics ##################################################################
 
+_SUMMED = ("nodes", "edges", "halo")
+
 
 def _statistics(
-    fields: Fields, counts: dict[str, int], stores: list[StoreInfo]
+    fields: Fields, graph: dict[str, Any], stores: list[StoreInfo]
 ) -> PartitionStatistics:
-    number = counts["num_parts"]
-    found: dict[str, Any] = {
-        **counts,
-        "edge_cut": fields.count("edge_cut", most=counts["num_edges"]),
-        "nodes": _shares(fields, "nodes", number, counts["num_nodes"]),
-        "edges": _shares(fields, "edges", number, counts["num_edges"]),
-        "halo": fields.counts("halo", number),
-        "training_nodes": _training(fields, number),
-    }
+    totals = {name: graph[name] for name in ("num_parts", "num_nodes", "num_edges")}
+    found = totals | fields.read(STATISTICS, **totals)
     if not is_hetero(stores):
         return PartitionStatistics(**found)
-    of_type, of_relation = (
-        [(store.key, store.totals[level]) for store in stores if level in store.totals]
-        for level in ("node", "edge")
+    kinds: dict[str, list[dict[str, Any]]] = {"types": [], "relations": []}
+    for name, level, declared in (
+        ("types", "node", TYPE_STATISTICS),
+        ("relations", "edge", RELATION_STATISTICS),
+    ):
+        of_level = [store for store in stores if level in store.totals]
+        for store, row in zip(of_level, fields.rows(name, len(of_level)), strict=True):
+            key = store.key if level == "node" else list(store.key)
+            known = totals | {"key": key, "count": store.totals[level]}
+            kinds[name].append(row.read(declared, **known))
+    for name in _SUMMED:
+        columns = [row[name] for rows in kinds.values() for row in rows if name in row]
+        for p, number in enumerate(found[name]):
+            if (total := sum(column[p] for column in columns)) != number:
+                raise fields.wrong(f"{name}[{p}]", f"{total}, the sum of its kinds", number)
+    return HeteroPartitionStatistics(
+        **found,
+        types=[TypeStatistics(**row) for row in kinds["types"]],
+        relations=[RelationStatistics(**row) for row in kinds["relations"]],
     )
-    types, relations = [], []
-    for (name, count), row in zip(of_type, fields.rows("types", len(of_type)), strict=True):
-        row.same("name", name)
-        nodes, training = _shares(row, "nodes", number, count), _training(row, number)
-        types.append(TypeStatistics(name=name, nodes=nodes, training_nodes=training))
-    rows = fields.rows("relations", len(of_relation))
-    for (key, count), row in zip(of_relation, rows, strict=True):
-        row.same("edge_type", list(key))
-        relation = RelationStatistics(
-            edge_type=list(key),
-            edge_cut=row.count("edge_cut", most=count),
-            edges=_shares(row, "edges", number, count),
-            halo=row.counts("halo", number),
-        )
-        relations.append(relation)
-    for p in range(number):
-        sums = {
-            "nodes": sum(kind.nodes[p] for kind in types),
-            "edges": sum(relation.edges[p] for relation in relations),
-            "halo": sum(relation.halo[p] for relation in relations),
-        }
-        for name, total in sums.items():
-            if found[name][p] != total:
-                raise fields.wrong(f"{name}[{p}]", f"{total}, the sum of its kinds", found[name][p])
-    return HeteroPartitionStatistics(**found, types=types, relations=relations)
-
-
-def _shares(fields: Fields, name: str, number: int, total: int) -> list[int]:
-    """Reads the rows of each part, which add up to those of the graph."""
-    found = fields.counts(name, number)
-    if sum(found) != total:
-        raise fields.wrong(name, f"counts with the sum {total}", found)
-    return found
-
-
-def _training(fields: Fields, number: int) -> list[int] | None:
-    if fields.content.get("training_nodes", 0) is None:
-        return None
-    return fields.counts("training_nodes", number)
 
 
 # Attributes ##################################################################
 
 
-def _stores(fields: Fields, counts: dict[str, int]) -> list[StoreInfo]:
+def _stores(fields: Fields, graph: dict[str, Any]) -> list[StoreInfo]:
     """Reads the stores of the graph, of its node types and of its relations."""
     if "hetero" not in fields.content:
-        totals = {"node": counts["num_nodes"], "edge": counts["num_edges"]}
+        totals = {"node": graph["num_nodes"], "edge": graph["num_edges"]}
         return [_store(fields, None, "", totals, _KINDS)]
-    stores = [StoreInfo(None, "", {}, *_attributes(fields, {}))]
-    inner = fields.inner("hetero")
+    inner, stores = fields.inner("hetero"), [StoreInfo(None, "", {}, *_attributes(fields, {}))]
+    types: list[Any] = []
     for k, row in enumerate(inner.rows("types")):
-        (name,) = row.texts("name", 1)
-        stores.append(_store(row, name, f"type.{k}/", {"node": row.count("count")}, _KINDS))
-    names = [store.key for store in stores[1:]]
-    if not names or len(set(names)) < len(names):
-        raise inner.wrong("types", "node types of different names", names)
+        found = row.read(STORE, length=1)
+        types += found["name"]
+        stores.append(_store(row, types[k], f"type.{k}/", {"node": found["count"]}, _KINDS))
+    if not types or len(set(types)) < len(types):
+        raise inner.wrong("types", "node types of different names", types)
+    relations: list[Any] = []
     for k, row in enumerate(inner.rows("relations")):
-        key = tuple(row.texts("name", 3))
-        if key[0] not in names or key[2] not in names:
-            raise row.wrong("name", f"a relation between the node types {names}", list(key))
-        totals = {"edge": row.count("count")}
-        stores.append(_store(row, key, f"relation.{k}/", totals, ("links",)))
-    known = [store.key for store in stores[1 + len(names) :]]
-    if len(set(known)) < len(known):
-        raise inner.wrong("relations", "relations of different names", known)
+        found = row.read(STORE, length=3)
+        key = tuple(found["name"])
+        if key[0] not in types or key[2] not in types:
+            raise row.wrong("name", f"a relation between the node types {types}", list(key))
+        relations.append(key)
+        stores.append(_store(row, key, f"relation.{k}/", {"edge": found["count"]}, ("links",)))
+    if len(set(relations)) < len(relations):
+        raise inner.wrong("relations", "relations of different names", relations)
     return stores
 
 
@@ -426,7 +470,7 @@ def _attributes(
     """Reads the attributes of a store with so many rows of each level, and its plain values."""
     values = dict(fields.inner("values").content)
     attributes = {}
-    for name, row in fields.inner("attributes").items().items():
+    for name, row in fields.objects("attributes").items():
         # Names that begin with "_" are those of the object that holds the attributes.
         if name in (*RESERVED, "edge_index", "num_nodes") or name.startswith("_"):
             raise row.wrong("", "an attribute of another name", name)
@@ -446,16 +490,8 @@ def _attributes(
 
 
 def _attribute(fields: Fields, counts: dict[str, int]) -> Attribute:
-    level = fields.text("level", (*counts, "graph"))
-    layout = fields.text("layout", tuple(_FORMS))
-    found = Attribute(
-        level=level,
-        layout=layout,
-        dtype=fields.text("dtype"),
-        shape=fields.counts("shape"),
-        dim=fields.count("dim"),
-        form=fields.text("form", _FORMS[layout]),
-    )
+    found = Attribute(**fields.read(ATTRIBUTE, levels=(*counts, "graph")))
+    level, layout = found.level, found.layout
     dims = {"csr": 2, "strings": 1, "json": 0}.get(layout, len(found.shape))
     if found.form in ("list", "tuple") and layout == "dense":
         dims = 1
@@ -515,27 +551,21 @@ def _lists(
 
 
 def _list(fields: Fields, kinds: tuple[str, ...]) -> NodeList:
-    name, kind = fields.text("name"), fields.text("kind", kinds)
-    key = fields.get("key", "a text or null", lambda v: v is None or isinstance(v, str))
+    found = fields.read(NODE_LIST, kinds=kinds)
     inner = fields.inner("attribute")
-    inner.text("dtype", _ID_DTYPES)
-    inner.same("layout", "dense")
-    shape = inner.counts("shape")
-    first = [2] if kind == "links" else []
+    first = [2] if found["kind"] == "links" else []
+    shape = inner.read(NODE_LIST_IDS, axis=len(first))["shape"]
     if len(shape) != len(first) + 1 or shape[:-1] != first:
-        raise inner.wrong("shape", f"{[*first, 'K']}, that of {kind}", shape)
-    inner.same("dim", len(first))
-    rows = fields.inner("rows").items()
+        raise inner.wrong("shape", f"{[*first, 'K']}, that of {found['kind']}", shape)
+    rows = fields.objects("rows").items()
     return NodeList(
-        name,
-        kind,
-        _row_attribute(inner, shape[-1]),
-        {other: _row_attribute(row, shape[-1]) for other, row in rows.items()},
-        key,
+        attribute=_row_attribute(inner, shape[-1]),
+        rows={other: _row_attribute(row, shape[-1]) for other, row in rows},
+        **found,
     )
 
 
 def _row_attribute(fields: Fields, count: int) -> Attribute:
     """Reads an attribute with a row per entry of a list."""
-    fields.same("level", "row")
+    fields.get("level", text("row"))
     return _attribute(fields, {"row": count})

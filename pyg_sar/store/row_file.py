@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -178,12 +177,7 @@ class RowFile:
     def __enter__(self) -> RowFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

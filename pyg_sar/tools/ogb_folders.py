@@ -143,36 +143,35 @@ def load_ogb_folder(folder: Path) -> Data | HeteroData:
 def _tables(raw: Path, both_directions: bool) -> Data:
     data = Data(num_nodes=_number(raw / "num-node-list.csv.gz"))
     data.edge_index = _edges(raw / "edge.csv.gz", both_directions)
-    for path in sorted(raw.glob("*.csv.gz")):
-        name = _stem(path)
-        if name == "species":  # So in the archive of ogbn-proteins; ogb renames it.
-            name = "node_species"
-        if name == "node-label":
-            data.y = _labels(path, data.num_nodes)
-        elif name.startswith("node"):
-            data[_ATTRIBUTES.get(name, name)] = _matrix(path, name, data.num_nodes)
-        elif name.startswith("edge") and name != "edge":
-            columns, copies = data.edge_index.size(1), 2 if both_directions else 1
-            data[_ATTRIBUTES.get(name, name)] = _matrix(path, name, columns, copies)
+    _add_attributes(data, raw, "node", data.num_nodes)
+    _add_attributes(data, raw, "edge", data.edge_index.size(1), 2 if both_directions else 1)
+    if (species := raw / "species.csv.gz").is_file():  # So in the archive of ogbn-proteins.
+        data.node_species = _matrix(species, "node_species", data.num_nodes)
+    if (labels := raw / "node-label.csv.gz").is_file():
+        data.y = _labels(labels, data.num_nodes)
     return data
+
+
+def _add_attributes(
+    store: Any, folder: Path, level: str, rows: int | None, copies: int = 1
+) -> None:
+    """Reads what a folder has of its nodes or edges, but for ids and labels."""
+    for path in sorted(folder.glob(f"{level}*.csv.gz")):
+        name = path.name.removesuffix(".csv.gz")
+        if name not in ("edge", "node-label"):
+            store[_ATTRIBUTES.get(name, name)] = _matrix(path, name, rows, copies)
 
 
 def _hetero(raw: Path, split: Path) -> HeteroData:
     data = HeteroData()
     for kind, number in _header(raw / "num-node-dict.csv.gz").items():
         data[kind].num_nodes = int(number)
-        for path in sorted((raw / "node-feat" / kind).glob("node*.csv.gz")):
-            name = _stem(path)
-            data[kind][_ATTRIBUTES.get(name, name)] = _matrix(path, name, int(number))
+        _add_attributes(data[kind], raw / "node-feat" / kind, "node", int(number))
     for head, relation, tail in _lines(raw / _RAW[2]):
         store = data[head, relation, tail]
         folder = raw / "relations" / "___".join((head, relation, tail))
         store.edge_index = _edges(folder / "edge.csv.gz", False)
-        for path in sorted(folder.glob("edge*.csv.gz")):
-            name = _stem(path)
-            if name != "edge":
-                columns = store.edge_index.size(1)
-                store[_ATTRIBUTES.get(name, name)] = _matrix(path, name, columns)
+        _add_attributes(store, folder, "edge", store.edge_index.size(1))
     for kind, has in _header(raw / "nodetype-has-label.csv.gz").items():
         if has == "True":
             path = raw / "node-label" / kind / "node-label.csv.gz"
@@ -225,10 +224,6 @@ def _add_split(store: Any, folder: Path, num_nodes: int) -> None:
 
 
 # Files ########################################################################
-
-
-def _stem(path: Path) -> str:
-    return path.name.removesuffix(".csv.gz")
 
 
 def _lines(path: Path) -> list[list[str]]:
