@@ -257,7 +257,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     content.pop("checksum", None)
     if text != with_checksum(content):
         raise damaged
-    return _parse(root, Fields(path, content))
+    return parse_metadata(path, content)
 
 
 def _check_version(root: Path, content: Mapping[str, Any]) -> None:
@@ -286,7 +286,17 @@ def _check_version(root: Path, content: Mapping[str, Any]) -> None:
     )
 
 
-def _parse(root: Path, fields: Fields) -> PartitionMetadata:
+def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
+    """Returns the metadata of a partition, of its content in JSON, checked.
+
+    Args:
+        path: The file, for messages.
+        content: What it holds.
+
+    Raises:
+        PartitionError: A field is missing, or is not what it should be.
+    """
+    root, fields = path.parent, Fields(path, content)
     counts = {
         "num_parts": fields.count("num_parts", least=1),
         "num_nodes": fields.count("num_nodes"),

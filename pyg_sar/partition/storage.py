@@ -93,8 +93,8 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'balanced'``, ``'metis'``, ``'coarsened'``, ``'random'``, ``'contiguous'``, or an
-            integer vector ``[num_nodes]`` (see
+        method: ``'balanced'``, ``'metis'``, ``'coarsened'``, ``'geometric'`` (by ``data.pos``),
+            ``'random'``, ``'contiguous'``, or an integer vector ``[num_nodes]`` (see
             :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict
             of such vectors by node type (:func:`~pyg_sar.partition.assignment.assign_node_types`).
         seed: Seed of the partitioner.
