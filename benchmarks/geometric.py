@@ -1,4 +1,4 @@
-"""Seconds and balance of ``geometric``: ``python benchmarks/geometric.py [--nodes N] [--parts P]``."""
+"""Seconds and balance of ``geometric``: ``python benchmarks/geometric.py --nodes N --parts P``."""
 
 from __future__ import annotations
 

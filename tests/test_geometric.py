@@ -47,7 +47,7 @@ def test_edges_are_balanced_where_degrees_differ():
     pos = torch.linspace(0, 1, 1000).view(-1, 1)
     weight = torch.where(pos.view(-1) < 0.1, 100, 1)
     held = torch.bincount(geometric_assignment(pos, weight, 4), weight.double())
-    assert held.max() <= 1.02 * held.mean()
+    assert held.max() <= 1.05 * held.mean()
 
 
 @pytest.mark.parametrize("pos", [torch.zeros(11, 2), torch.zeros(11), torch.full((11, 1), 1e-320)])

@@ -9,10 +9,11 @@ wrote. So each field is read by its type, what two fields tell must agree, and t
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,16 @@ class PartInfo(Shown):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeriesInfo(Shown):
+    """Snapshots of all nodes: dtype, ``[T, N, *]``, and of each part the file and its bytes."""
+
+    dtype: str
+    shape: list[int]
+    files: list[str]
+    bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionMetadata(Shown):
     """The content of ``metadata.json``, about the whole partition."""
 
@@ -175,6 +186,7 @@ class PartitionMetadata(Shown):
     stores: list[StoreInfo]
     parts: list[PartInfo]
     num_graphs: int | None = None
+    series: dict[str, SeriesInfo] = field(default_factory=dict)
 
     @property
     def hetero(self) -> bool:
@@ -316,7 +328,40 @@ def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
         stores=stores,
         parts=_parts(fields, statistics),
         num_graphs=fields.count("num_graphs") if known else None,
+        series=_series(fields, statistics) if "series" in fields.content else {},
     )
+
+
+def _series(fields: Fields, statistics: PartitionStatistics) -> dict[str, SeriesInfo]:
+    """Reads what is known of snapshots, whose files have so many bytes as their shapes tell."""
+    found = {}
+    for number, (name, row) in enumerate(fields.inner("series").items().items()):
+        dtype, shape = row.text("dtype"), row.counts("shape")
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise row.wrong("dtype", "a dtype of PyTorch", dtype)
+        if len(shape) < 2 or shape[1] != statistics.num_nodes:
+            raise row.wrong("shape", f"[T, {statistics.num_nodes}, ...]", shape)
+        each = math.prod((shape[0], *shape[2:], getattr(torch, dtype).itemsize))
+        info = SeriesInfo(
+            dtype=dtype,
+            shape=shape,
+            files=[
+                series_file(number, p, len(statistics.nodes)) for p in range(len(statistics.nodes))
+            ],
+            bytes=[count * each for count in statistics.nodes],
+        )
+        for file, size, given in zip(
+            info.files, info.bytes, row.rows("files", len(info.files)), strict=True
+        ):
+            given.same("file", file)
+            given.same("bytes", size)
+        found[name] = info
+    return found
+
+
+def series_file(number: int, part: int, num_parts: int) -> str:
+    """Returns the name of the file of a part's snapshots of one name, which has this number."""
+    return f"series-{number:03d}-{part:05d}-of-{num_parts:05d}.bin"
 
 
 def _parts(fields: Fields, statistics: PartitionStatistics) -> list[PartInfo]:

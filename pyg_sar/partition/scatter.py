@@ -28,7 +28,7 @@ from pyg_sar.partition.whole_graph import prepare
 from pyg_sar.wording import counted
 
 _LABEL: Label = ("", "", "scatter")
-_NOWHERE = Path("scatter(data)", METADATA)  # In messages, in the place of a file.
+_NOWHERE = f"scatter(data)/{METADATA}"  # In messages, in the place of a file.
 _NONE, _GIVEN, _UNKNOWN, _FAILED = range(4)
 
 
@@ -84,7 +84,7 @@ def scatter(
         method = "balanced" if data is None or not _has_positions(data) else "geometric"
     state, known, marks = _NONE, "", torch.zeros(num_marks(comm.world_size), dtype=torch.long)
     content: dict[str, Any] = {}
-    tensors_of: Callable[[int], PartTensors] = lambda part: {}
+    tensors_of: Callable[[int], PartTensors] | None = None
     tensors: PartTensors = {}
     failure: Exception | None = None
     if data is not None:
@@ -92,7 +92,7 @@ def scatter(
             how = {"node_ids": node_ids, "levels": levels}
             content, tensors_of = _cut(data, comm.world_size, method, seed, how)
             tensors = tensors_of(comm.rank)
-            marks = part_marks(parse_metadata(_NOWHERE, content), tensors)
+            marks = part_marks(parse_metadata(Path(_NOWHERE), content), tensors)
             known = digest(data) or ""
             state = _GIVEN if known else _UNKNOWN
         except Exception as error:
@@ -113,13 +113,13 @@ def scatter(
     if source is None:
         source = 0
         rows = everyone[:, head.numel() :].reshape(-1).clone().view(torch.long)
-        check_marks(parse_metadata(_NOWHERE, content), rows.view(comm.world_size, -1))
+        check_marks(parse_metadata(Path(_NOWHERE), content), rows.view(comm.world_size, -1))
     else:
         content, tensors = _sent(comm, source, content, tensors, tensors_of)
     if not bool((everyone[:, 33 : head.numel()] == everyone[0, 33 : head.numel()]).all()):
         share_random_states(comm, source)
     torch.compiler.set_stance("force_eager")  # As in load_partition().
-    found = whole_graph(comm, parse_metadata(_NOWHERE, content), tensors, place, keep=False)
+    found = whole_graph(comm, parse_metadata(Path(_NOWHERE), content), tensors, place, keep=False)
     if content["batched"] is not None:
         found.num_graphs = content["batched"]
     return found
@@ -198,7 +198,7 @@ def _sent(
     source: int,
     content: dict[str, Any],
     tensors: PartTensors,
-    tensors_of: Callable[[int], PartTensors],
+    tensors_of: Callable[[int], PartTensors] | None,
 ) -> tuple[dict[str, Any], PartTensors]:
     """Sends each part from the rank that has the graph; returns metadata and tensors of one's own.
 
@@ -207,7 +207,7 @@ def _sent(
     here = comm.rank == source
     sends: list[Tensor | None] = [None] * comm.world_size
     recvs, tables = list(sends), []
-    if here:
+    if tensors_of is not None:
         for p in range(comm.world_size):
             part = tensors if p == source else tensors_of(p)
             tables.append(
