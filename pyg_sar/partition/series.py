@@ -150,7 +150,7 @@ class Series(Dataset[dict[str, Tensor]]):
         found = {}
         for name, (path, dtype, shape) in self._files.items():
             found[name] = torch.empty(shape, dtype=dtype)
-            flat = memoryview(found[name].view(-1).view(torch.uint8).numpy())
+            flat = found[name].view(-1).view(torch.uint8).numpy().data
             with path.open("rb", buffering=0) as file:
                 file.seek(t % self._length * len(flat))
                 done = 0
