@@ -29,7 +29,7 @@ def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> li
     comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
     seeds = torch.rand(data.num_nodes, generator=torch.Generator().manual_seed(0)) < share
     model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
-    flow = pyg_sar.message_flow_graphs(data, seeds, LAYERS)
+    flow = pyg_sar.partition.message_flow_graphs(data, seeds, LAYERS)
     check_flow(model, data, flow)
     kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyg_sar.ledger import Ledger
     from pyg_sar.nn import DistMessagePassing
     from pyg_sar.partition.loading import load_partition
-    from pyg_sar.partition.message_flow import message_flow_graphs
+    from pyg_sar.partition.scatter import scatter
     from pyg_sar.partition.storage import write_partitions
     from pyg_sar.policy import SARPolicy
     from pyg_sar.tensors import from_local
@@ -52,9 +52,9 @@ __all__ = [
     "init",
     "launch",
     "load_partition",
-    "message_flow_graphs",
     "plan",
     "run",
+    "scatter",
     "verify",
     "write_partitions",
 ]
@@ -73,9 +73,9 @@ _MODULES = {
     "init": "comm.group",
     "launch": "comm.launch",
     "load_partition": "partition.loading",
-    "message_flow_graphs": "partition.message_flow",
     "plan": "tools.planning",
     "run": "comm.launch",
+    "scatter": "partition.scatter",
     "verify": "tools.verify",
     "write_partitions": "partition.storage",
 }

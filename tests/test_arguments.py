@@ -95,7 +95,7 @@ def test_trainer_refuses_what_cannot_be_meant():
         ({"optimizer": other}, "no parameter of 'model', which would not be trained"),
         ({"splits": {"trian": "train_mask"}}, r"'splits' to name train, val, test \(got \['trian'"),
         ({"splits": {"train": "node_ones"}}, r"data.node_ones lists 1 row in 12 numbers"),
-        ({"flow": graph()}, "'flow' has no 'input_id': make it by pyg_sar.message_flow_graphs"),
+        ({"flow": graph()}, "'flow' has no 'input_id': make it by message_flow_graphs"),
         ({"labels": "0.5"}, r"'labels' to be in \[0, 1\) \(got '0.5'\)"),
     ):
         with pytest.raises(ValueError, match=text):

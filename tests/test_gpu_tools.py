@@ -71,7 +71,7 @@ def trained(root: Path, option: str) -> list[float]:
     data: Any = pyg_sar.load_partition(root)
     options = dict(TRAINING[option])
     if "flow" in options:
-        options["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
+        options["flow"] = pyg_sar.partition.message_flow_graphs(data, data.train_mask, 2)
     width = CHANNELS
     if "labels" in options:
         options["forward"], width = forward, CHANNELS + CLASSES

@@ -57,7 +57,7 @@ CONFIG = TrainConfig(epochs=4, restore_best=False, seed=3)
 
 def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor]:
     data = pyg_sar.load_partition(root)
-    seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 2) if flow else None
+    seeds = pyg_sar.partition.message_flow_graphs(data, data.train_mask, 2) if flow else None
     own = pyg_sar.distribute(copy.deepcopy(model))
     trainer = pyg_sar.Trainer(own, data, CONFIG, forward=forward, labels=0.6, flow=seeds)
     return trainer.fit(), ratio_mask(data.train_mask, 0.6, 5).full_tensor()

@@ -140,7 +140,7 @@ def steps(root: Any, models: list[nn.Module], policies: Sequence[SARPolicy]) -> 
     data = pyg_sar.load_partition(root)
     found = []
     for model in models:
-        flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers_of(model))
+        flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, layers_of(model))
         own = pyg_sar.distribute(copy.deepcopy(model))
         check_flow(own, data, flow, forward=call)
         rows = rows_of_layers(own)
@@ -218,7 +218,7 @@ def of_stock(name: str, data: Data, rows: Any, make: Any, check: Any) -> tuple[T
 
 def stock_models(root: Any) -> dict[str, Any]:
     data = pyg_sar.load_partition(root)
-    flow = pyg_sar.message_flow_graphs(data, data.train_mask, LAYERS)
+    flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, LAYERS)
     check = lambda model, forward: check_flow(model, data, flow, forward=forward)  # noqa: E731
     seeds = slice(flow.batch_size)
     return {name: of_stock(name, flow, seeds, pyg_sar.distribute, check) for name in STOCK}
@@ -245,7 +245,7 @@ def subgraphs(root: Any, seeds: Tensor) -> list[Data]:
     named = [mask, seeds, data.train_mask, data.train_mask.nonzero().view(-1)]
     found = []
     for seeds in named:
-        flow = pyg_sar.message_flow_graphs(data, seeds, LAYERS)
+        flow = pyg_sar.partition.message_flow_graphs(data, seeds, LAYERS)
         assert all(isinstance(v, int | list) or v.rows is not None for v in flow.to_dict().values())
         found.append(Data(**{name: whole(value) for name, value in flow.to_dict().items()}))
     return found
@@ -289,7 +289,7 @@ class Dropped(nn.Module):
 
 def drawn(root: Any, model: nn.Module, random: Any) -> tuple[Data, Found]:
     data = pyg_sar.load_partition(root)
-    flow = pyg_sar.message_flow_graphs(data, data.train_mask, LAYERS)
+    flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, LAYERS)
     own = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(random=random))
     for layer in own.modules():
         flow.n_id.rows.compared.add(layer)
@@ -339,7 +339,7 @@ class Labelled(nn.Module):
 
 def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -> Any:
     data = pyg_sar.load_partition(root)
-    flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers) if layers else None
+    flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, layers) if layers else None
     config = TrainConfig(epochs=4, restore_best=False)
     own = pyg_sar.distribute(copy.deepcopy(model))
     return pyg_sar.Trainer(own, data, config, flow=flow, **arguments).fit()
@@ -424,7 +424,7 @@ class Computed(nn.Module):
 
 def weighted(root: Any) -> None:
     data = pyg_sar.load_partition(root)
-    flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
+    flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, 1)
     layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double())
     computed = pyg_sar.distribute(Computed().double())
     for layers in (layer, computed, pyg_sar.distribute(gnn.GAT(CHANNELS, 4, 2, CLASSES).double())):
@@ -469,7 +469,7 @@ def weighted(root: Any) -> None:
         (data.y, ValueError, rf"each once \(got {NODES} of {CLASSES} nodes"),
     ):
         with pytest.raises(kind, match=message):
-            pyg_sar.message_flow_graphs(data, seeds, 1)
+            pyg_sar.partition.message_flow_graphs(data, seeds, 1)
     made = copy.copy(data)
     made.edge_index = data.edge_index + 0
     for other, name in (
@@ -479,7 +479,7 @@ def weighted(root: Any) -> None:
         (3, "int with NoneType"),
     ):
         with pytest.raises(TypeError, match=name):
-            pyg_sar.message_flow_graphs(other, torch.tensor([0]), 1)
+            pyg_sar.partition.message_flow_graphs(other, torch.tensor([0]), 1)
 
 
 def of_several_types(root: Any) -> None:
@@ -487,7 +487,7 @@ def of_several_types(root: Any) -> None:
     seeds = data["paper"].train_mask
     message = "of types author, paper, venue, loner.*whole HeteroData.*to_homogeneous"
     with pytest.raises(TypeError, match=message):
-        pyg_sar.message_flow_graphs(data, seeds, 2)
+        pyg_sar.partition.message_flow_graphs(data, seeds, 2)
     with pytest.raises(TypeError, match=message):
         sample_neighbors(data, seeds, (3,), key=0)
 

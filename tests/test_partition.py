@@ -162,7 +162,11 @@ def test_wrong_assignments_are_named(vector, message):
         ({"num_parts": -3}, ValueError, "got -3"),
         ({"num_parts": 2.0}, TypeError, "'num_parts' to be an integer \\(got 2.0\\)"),
         ({"num_parts": True}, TypeError, "got True"),
-        ({"method": "meits"}, ValueError, "'metis', 'coarsened', 'random'.*got 'meits'"),
+        (
+            {"method": "meits"},
+            ValueError,
+            "'metis', 'coarsened', 'geometric', 'random'.*got 'meits'",
+        ),
         ({"method": [0, 1, 0]}, TypeError, "got list.*torch.tensor"),
         ({"seed": -1}, ValueError, "'seed'.*got -1"),
         ({"seed": 2**31}, ValueError, "'seed'"),

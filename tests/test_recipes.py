@@ -126,7 +126,7 @@ def on_workers(root: Path, out: Path) -> dict[str, Run]:
         own, curve = pyg_sar.distribute(model), Curve()
         how: dict[str, Any] = {}
         if name == "message flow graph":
-            how["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
+            how["flow"] = pyg_sar.partition.message_flow_graphs(data, data.train_mask, 2)
         if name == "labels":
             how["labels"] = RATIO
         if name == "sampled":

@@ -216,7 +216,7 @@ def test_what_is_not_supported_is_refused(root: Path, graph: Data):
         (gradient,) = torch.autograd.grad(layer(x, data.edge_index).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
-        flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
+        flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, 1)
         layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
         with pytest.raises(Exception, match="refresh_every=2.*message flow graph"):
             pyg_sar.train.check_flow(layer, data, flow)

@@ -24,10 +24,13 @@ from pyg_sar.partition.balance import (
     undirected_csr,
 )
 from pyg_sar.partition.coarsening import Edges, coarsened_assignment
+from pyg_sar.partition.geometric import geometric_assignment
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.wording import counted
 
-METHODS: tuple[str, ...] = ("balanced", "metis", "coarsened", "random", "contiguous")
+METHODS: tuple[str, ...] = (
+    *("balanced", "metis", "coarsened", "geometric", "random", "contiguous"),
+)
 _MOST_PARTS = 99_999
 _STREAMED = 2**30  # bytes for pieces of the stream where nothing limits them
 
@@ -41,6 +44,7 @@ def assign_nodes(
     report: Callable[[str], None] = lambda line: None,
     scratch: Scratch | None = None,
     marked: Tensor | None = None,
+    pos: Tensor | None = None,
 ) -> Tensor:
     r"""Assigns every node to one of ``num_parts`` parts.
 
@@ -58,7 +62,9 @@ def assign_nodes(
             nodes and edges per part). ``'metis'``: few cut edges, parts of nearly equal node
             counts; where degrees are skewed one of them can have most edges. ``'coarsened'``: nodes
             in a stream, in less memory than METIS takes, with more halo rows (``coarsening.py``);
-            nodes and edges within 1.1 times the mean. ``'random'``:
+            nodes and edges within 1.1 times the mean. ``'geometric'``: boxes around positions
+            (``geometric.py``), of equal sums of in-edges plus nodes; for meshes and point clouds.
+            ``'random'``:
             node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
             :math:`\lfloor i P / N \rfloor` for node :math:`i`. Or the assignment itself, an
             integer vector of shape ``[num_nodes]``.
@@ -68,6 +74,7 @@ def assign_nodes(
             ``'coarsened'``.
         marked: Nodes that ``'balanced'`` and ``'coarsened'`` balance by themselves, too (training
             nodes), bool, ``[num_nodes]``.
+        pos: The positions that ``'geometric'`` needs, ``[num_nodes, D]``.
 
     Returns:
         The part of each node, int64, shape ``[num_nodes]``.
@@ -85,7 +92,7 @@ def assign_nodes(
     if not isinstance(method, str):
         return check_assignment(method, num_nodes, num_parts)
     edges = [(edge_index, 0, 0)]
-    return _assign(edges, num_nodes, num_parts, method, seed, report, scratch, marked)
+    return _assign(edges, num_nodes, num_parts, method, seed, report, scratch, marked, pos)
 
 
 def _assign(
@@ -97,11 +104,18 @@ def _assign(
     report: Callable[[str], None],
     scratch: Scratch | None,
     marked: Tensor | None = None,
+    pos: Tensor | None = None,
 ) -> Tensor:
     if method not in METHODS:
         raise ValueError(
             f"Expected 'method' to be one of {', '.join(map(repr, METHODS))} or an integer vector "
             f"of shape [{num_nodes}] (got {method!r})"
+        )
+    if method == "geometric" and (pos is None or len(pos) != num_nodes):
+        had = "none" if pos is None else f"shape {list(pos.shape)}"
+        raise ValueError(
+            f"method='geometric' needs positions 'pos' of all {counted(num_nodes, 'nodes')} (got "
+            f"{had}); set data.pos or choose another method"
         )
     blocks = torch.arange(num_nodes) * num_parts // max(num_nodes, 1)
     if method == "contiguous" or num_parts == 1:
@@ -110,6 +124,11 @@ def _assign(
     if method == "random":
         return blocks[torch.randperm(num_nodes, generator=generator)]
     num_edges = sum(edge_index.size(1) for edge_index, _, _ in edges)
+    if pos is not None and method == "geometric":
+        weight = torch.ones(num_nodes, dtype=torch.long)
+        for edge_index, _, first in edges:
+            weight += torch.bincount(edge_index[1].long() + first, minlength=num_nodes)
+        return geometric_assignment(pos, weight, num_parts)
     if num_parts >= num_nodes or (num_edges == 0 and method != "metis"):
         return blocks
     needs = METIS_EDGE * num_edges + METIS_NODE * num_nodes
@@ -226,6 +245,7 @@ def assign_node_types(
     report: Callable[[str], None] = lambda line: None,
     scratch: Scratch | None = None,
     marked: Mapping[str, Tensor] | None = None,
+    pos: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Assigns every node of every type to one of ``num_parts`` parts.
 
@@ -233,15 +253,16 @@ def assign_node_types(
         edges: Edges (source, target) of each relation, ``[2, E]``.
         num_nodes: Nodes of each type.
         num_parts: The number of parts.
-        method: ``'balanced'``, ``'metis'`` and ``'coarsened'``: nodes and edges of all types
-            together, as of :func:`~pyg_sar.partition.assignment.assign_nodes`. ``'random'`` and
-            ``'contiguous'``: each type by itself, so that its node counts differ by at most one.
-            Or the assignment itself: an integer vector for each node type.
+        method: ``'balanced'``, ``'metis'``, ``'coarsened'`` and ``'geometric'``: nodes and edges of
+            all types together, as of :func:`~pyg_sar.partition.assignment.assign_nodes`.
+            ``'random'`` and ``'contiguous'``: each type by itself, so that its node counts differ
+            by at most one. Or the assignment itself: an integer vector for each node type.
         seed: Seed of all but ``'contiguous'``.
         report: Called with a line of text before each stage that may take long.
         scratch: A limit of memory, as of :func:`~pyg_sar.partition.assignment.assign_nodes`.
         marked: Nodes that are balanced by themselves, too, of the types that have such; bool,
             ``[N_t]``.
+        pos: The positions that ``'geometric'`` needs, of all types in one space, ``[N_t, D]``.
 
     Returns:
         The part of each node by type, int64, ``[N_t]``.
@@ -279,7 +300,16 @@ def assign_node_types(
         ]
         together = torch.cat(of_type)
     edges_ = [(nothing, 0, 0), *joint]
-    part = _assign(edges_, total, num_parts, method, seed, report, scratch, together)
+    places = None
+    if method == "geometric" and pos is not None:
+        if pos.keys() != num_nodes.keys() or len({p.shape[1:] for p in pos.values()}) > 1:
+            known = {name: list(p.shape) for name, p in pos.items()}
+            raise ValueError(
+                "method='geometric' needs 'pos' of all node types, in one space (got "
+                f"{known} of the types {sorted(num_nodes)}); choose another method"
+            )
+        places = torch.cat([pos[name].double() for name in num_nodes])
+    part = _assign(edges_, total, num_parts, method, seed, report, scratch, together, places)
     return dict(zip(num_nodes, part.split(list(num_nodes.values())), strict=True))
 
 

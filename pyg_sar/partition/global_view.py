@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from typing import Any
 
@@ -40,28 +41,43 @@ STATES: Label = ("", "", "random states")
 _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
 
 
-def share_random_states(comm: Communicator) -> None:
-    """Gives all workers the states of rank 0's generators: PyTorch's, NumPy's and Python's.
+def random_digest(device: torch.device) -> bytes:
+    """Returns 32 bytes that tell the states of this worker's generators from others."""
+    found = hashlib.sha256()
+    for state in random_states(device):
+        found.update(state.cpu().numpy().tobytes())
+    for part in (*np.random.get_state(legacy=True), random.getstate()):
+        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return found.digest()
+
+
+def share_random_states(comm: Communicator, src: int = 0) -> None:
+    """Gives all workers the states of one's generators: PyTorch's, NumPy's and Python's.
 
     PyTorch's are the CPU's and, where workers compute on GPUs, the GPU's. Splits are often drawn by
     ``numpy.random.permutation``.
 
     Args:
         comm: The communicator. All workers call this together.
+        src: The rank whose states they are.
     """
     mine = [state.to(comm.device) for state in random_states(comm.device)]
-    states = [comm.broadcast(state, label=STATES).cpu() for state in mine]
+    states = [comm.broadcast(state, src, label=STATES).cpu() for state in mine]
     set_random_states(states, comm.device)
     name, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
     others = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
-    numpy_state, (version, numbers, gauss) = comm.broadcast_object(others, label=STATES)
+    numpy_state, (version, numbers, gauss) = comm.broadcast_object(others, src, label=STATES)
     np.random.set_state(tuple(numpy_state))
     random.setstate((version, tuple(numbers), gauss))
 
 
 def whole_graph(
-    comm: Communicator, metadata: PartitionMetadata, tensors: PartTensors, device: torch.device
+    comm: Communicator,
+    metadata: PartitionMetadata,
+    tensors: PartTensors,
+    device: torch.device,
+    keep: bool = True,
 ) -> Data | HeteroData:
     """Returns the graph, in tensors of which this worker holds the rows of its part.
 
@@ -70,6 +86,7 @@ def whole_graph(
         metadata: What is known of the whole graph.
         tensors: Those of this worker's part.
         device: Where they go.
+        keep: Parameters with a row per node, and edges made of plain ids, lie as these nodes do.
 
     Raises:
         PartitionError: An attribute with a row per node, edge or entry is no tensor.
@@ -78,6 +95,8 @@ def whole_graph(
     layouts: dict[str, Rows] = {}
     for info in metadata.stores:
         found = _store(comm, info, tensors, device, layouts)
+        if keep and "node" in info.totals:
+            comm.layouts.setdefault(info.totals["node"], layouts[info.ends[0]])
         if not metadata.hetero:
             _put_adjacency(found, info.values)
             first = filter(found.__contains__, _FIRST)
@@ -101,7 +120,6 @@ def _store(
     if "node" in info.totals:
         total = info.totals["node"]
         rows["node"] = layouts[source] = node_rows(comm, own["n_id"].to(device), total)
-        comm.layouts.setdefault(total, rows["node"])
     if "edge" in info.totals:
         rows["edge"] = node_rows(comm, own["e_id"].to(device), info.totals["edge"])
         found["edge_index"] = _edges(own, layouts[source], layouts[target], rows["edge"])

@@ -44,7 +44,7 @@ def encode_attributes(
         ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
             reserved name; when it can't be told whether its rows are nodes or edges.
     """
-    data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
+    data = fresh(data)
     data.num_nodes, num_edges = num_nodes, data.num_edges
 
     def level(name: str, value: Any) -> str:
@@ -117,13 +117,20 @@ def _asked_level(
     return level
 
 
+def fresh(data: Data) -> Data:
+    """Returns a copy without PyG's cache of levels, which may be stale, or a batch's sizes."""
+    data = copy.copy(data)
+    vars(data._store).pop("_num_nodes", None)  # to_dict() would list it among the attributes.
+    return data
+
+
 def levels_of(data: Data, levels: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the levels of all attributes of a graph by name.
 
     Raises:
         ValueError: Where it can't be told whether rows are nodes or edges.
     """
-    data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
+    data = fresh(data)
     sizes = data.num_nodes, data.num_edges
     return {
         name: _asked_level(data, name, value, *sizes, levels)

@@ -61,7 +61,7 @@ def load_partition(
     """
     comm = current()
     check_path("root", root)
-    place = _place(device, comm)
+    place = place_of(device, comm)
     metadata: PartitionMetadata | None = None
     tensors: dict[str, Tensor] = {}
     problem = ""
@@ -84,7 +84,7 @@ def load_partition(
     return whole_graph(comm, metadata, tensors, place)
 
 
-def _place(device: torch.device | str | None, comm: Communicator) -> torch.device:
+def place_of(device: torch.device | str | None, comm: Communicator) -> torch.device:
     """Returns the device of the data, on which all that workers exchange with each other lies."""
     if device is None:
         return comm.device
@@ -129,7 +129,7 @@ def _check_together(
         if metadata is not None:
             check_marks(metadata, found.reshape(-1).clone().view(torch.long).view(len(found), -1))
         return
-    _agree(comm, problem)
+    agree(comm, problem)
     files = [] if metadata is None else [part.sha256 for part in metadata.parts]
     copies = comm.all_gather_object([os.fspath(root), files])
     rank = next(k for k, row in enumerate(everyone) if not torch.equal(row, everyone[0]))
@@ -146,7 +146,7 @@ def _check_together(
     )
 
 
-def _agree(comm: Communicator, problem: str) -> None:
+def agree(comm: Communicator, problem: str) -> None:
     """Raises on every worker what any worker met, so that none waits for one that is gone."""
     problems = comm.all_gather_object(problem)
     distinct = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}

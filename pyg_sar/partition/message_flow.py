@@ -46,7 +46,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
 
     .. code-block:: python
 
-        flow = pyg_sar.message_flow_graphs(data, data.train_mask, num_layers=2)
+        flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, num_layers=2)
         pyg_sar.train.check_flow(model, data, flow)
         out = model(
             flow.x,
@@ -99,12 +99,12 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
 
     Args:
         data: What :func:`pyg_sar.load_partition` gave.
-        seeds: The nodes of the batch, as of :func:`pyg_sar.message_flow_graphs`.
+        seeds: The nodes of the batch, as of :func:`pyg_sar.partition.message_flow_graphs`.
         num_neighbors: The most in-edges of a node, by hop from the seeds; -1 keeps all.
         key: Which draw: another number for each batch and epoch.
 
     Returns:
-        A ``Data`` as of :func:`pyg_sar.message_flow_graphs`. Degrees are those among its edges.
+        A ``Data`` as of :func:`message_flow_graphs`. Degrees are those among its edges.
 
     Raises:
         TypeError: When ``data`` is no graph with one type of nodes.

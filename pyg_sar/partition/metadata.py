@@ -10,10 +10,11 @@ has to be beside other fields. These must agree, and the tensors of a part
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,16 @@ PART = {
     "sha256": text(),
     "bytes": count(),
 }
+SERIES = {
+    "dtype": lambda value, known: (
+        isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
+        "a dtype of PyTorch",
+    ),
+    "shape": lambda value, known: (
+        counts()(value, known)[0] and len(value) > 1 and value[1] == known["num_nodes"],
+        f"[T, {known['num_nodes']}, ...]",
+    ),
+}
 STORE = {
     "name": many("texts", _is_str, "length"),
     "count": count(),
@@ -254,6 +265,16 @@ class PartInfo(Shown):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeriesInfo(Shown):
+    """Snapshots of all nodes: dtype, ``[T, N, *]``, and of each part the file and its bytes."""
+
+    dtype: str
+    shape: list[int]
+    files: list[str]
+    bytes: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionMetadata(Shown):
     """The content of ``metadata.json``, about the whole partition."""
 
@@ -269,6 +290,7 @@ class PartitionMetadata(Shown):
     stores: list[StoreInfo]
     parts: list[PartInfo]
     num_graphs: int | None = None
+    series: dict[str, SeriesInfo] = field(default_factory=dict)
 
     @property
     def hetero(self) -> bool:
@@ -351,7 +373,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     content.pop("checksum", None)
     if text != with_checksum(content):
         raise damaged
-    return _parse(root, Fields(path, content))
+    return parse_metadata(path, content)
 
 
 def _check_version(root: Path, content: Mapping[str, Any]) -> None:
@@ -380,8 +402,18 @@ def _check_version(root: Path, content: Mapping[str, Any]) -> None:
     )
 
 
-def _parse(root: Path, fields: Fields) -> PartitionMetadata:
-    graph = Fields(fields.file, {"num_graphs": None, **fields.content}).read(GRAPH)
+def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
+    """Returns the metadata of a partition, of its content in JSON, checked.
+
+    Args:
+        path: The file, for messages.
+        content: What it holds.
+
+    Raises:
+        PartitionError: A field is missing, or is not what it should be.
+    """
+    fields = Fields(path, content)
+    graph = Fields(path, {"num_graphs": None, **fields.content}).read(GRAPH)
     stores = _stores(fields, graph)
     statistics = _statistics(fields.inner("statistics"), graph, stores)
     parts = [
@@ -389,8 +421,38 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
         for p, row in enumerate(fields.rows("parts", statistics.num_parts))
     ]
     return PartitionMetadata(
-        root=root, version=VERSION, statistics=statistics, stores=stores, parts=parts, **graph
+        root=path.parent,
+        version=VERSION,
+        statistics=statistics,
+        stores=stores,
+        parts=parts,
+        series=_series(fields, statistics) if "series" in fields.content else {},
+        **graph,
     )
+
+
+def _series(fields: Fields, statistics: PartitionStatistics) -> dict[str, SeriesInfo]:
+    """Reads what is known of snapshots, whose files have so many bytes as their shapes tell."""
+    found, count = {}, statistics.num_parts
+    for number, (name, row) in enumerate(fields.objects("series").items()):
+        dtype, shape = row.read(SERIES, num_nodes=statistics.num_nodes).values()
+        each = math.prod((shape[0], *shape[2:], getattr(torch, dtype).itemsize))
+        info = SeriesInfo(
+            dtype=dtype,
+            shape=shape,
+            files=[series_file(number, p, count) for p in range(count)],
+            bytes=[nodes * each for nodes in statistics.nodes],
+        )
+        rows = zip(info.files, info.bytes, row.rows("files", count), strict=True)
+        for file, size, given in rows:
+            given.read({"file": same("file"), "bytes": same("bytes")}, file=file, bytes=size)
+        found[name] = info
+    return found
+
+
+def series_file(number: int, part: int, num_parts: int) -> str:
+    """Returns the name of the file of a part's snapshots of one name, which has this number."""
+    return f"series-{number:03d}-{part:05d}-of-{num_parts:05d}.bin"
 
 
 # Statistics ##################################################################

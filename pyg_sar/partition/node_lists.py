@@ -10,7 +10,6 @@ node ids, is refused until the caller says whether it holds any (``node_ids`` of
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.attributes import Attribute, Column, encode, named_attributes, rows_of
-from pyg_sar.partition.levels import level_of
+from pyg_sar.partition.levels import fresh, level_of
 from pyg_sar.wording import counted
 
 NodeIds = Sequence[str] | Mapping[str, bool]
@@ -361,7 +360,7 @@ def without_lists(
         said: As of :func:`take_lists`.
         levels: As of :func:`~pyg_sar.partition.levels.level_of`.
     """
-    data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
+    data = fresh(data)
     data.num_nodes, num_edges = num_nodes, data.num_edges
 
     def level(name: str, value: Any) -> str:

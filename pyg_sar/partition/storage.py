@@ -18,6 +18,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import merge_parts
 from pyg_sar.partition.schema import VERSION, PartTensors
 from pyg_sar.partition.scratch import Scratch
+from pyg_sar.partition.series import SERIES_FILES, check_series, write_series
 from pyg_sar.partition.unfinished import Unfinished, digest, unfinished_folder
 from pyg_sar.partition.whole_graph import prepare
 from pyg_sar.tensors import NodeTensor
@@ -76,6 +78,7 @@ def write_partitions(
     progress: Progress | None = None,
     memory: int | str | None = None,
     balance_training: bool = False,
+    series: Mapping[str, Any] | None = None,
 ) -> PartitionStatistics:
     """Partitions a graph and writes it to a folder, one file per part.
 
@@ -93,8 +96,8 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'balanced'``, ``'metis'``, ``'coarsened'``, ``'random'``, ``'contiguous'``, or an
-            integer vector ``[num_nodes]`` (see
+        method: ``'balanced'``, ``'metis'``, ``'coarsened'``, ``'geometric'`` (by ``data.pos``),
+            ``'random'``, ``'contiguous'``, or an integer vector ``[num_nodes]`` (see
             :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict
             of such vectors by node type (:func:`~pyg_sar.partition.assignment.assign_node_types`).
         seed: Seed of the partitioner.
@@ -114,6 +117,9 @@ def write_partitions(
         balance_training: Training nodes (``train_mask``; of several splits the first) are within
             1.1 times their mean as well, by ``'balanced'`` and ``'coarsened'``: for training on
             what they need only (message flow graphs). More edges are cut.
+        series: Snapshots of all nodes, ``{'x': array[T, N, F]}``: NumPy's arrays, memory maps, or
+            what else has ``shape``, ``dtype`` and slices (zarr). They are read a few snapshots at
+            a time; :func:`pyg_sar.partition.load_series` gives a worker its rows of them.
 
     Returns:
         Edge cut, balance, halo rows and replication factor; ``print`` shows a table, of a
@@ -142,6 +148,7 @@ def write_partitions(
         "levels": levels,
         "balance_training": balance_training,
     }
+    check_series(series or {}, data)
     if limit is None:
         prepared = prepare(data, num_parts, method, seed, report, **how)
     unfinished: Unfinished | None = None
@@ -172,6 +179,9 @@ def write_partitions(
 
             name = part_file(p, num_parts)
             parts.append(write(target) if unfinished is None else unfinished.part(name, write))
+        if series:
+            ids = [read_aligned(target / part["file"])["n_id"] for part in parts]
+            header["series"] = write_series(target, series, ids, report)
         _write_metadata(target, {**header, "parts": parts})
         folder = folder or TemporaryFolder.beside(root)
         _publish(folder, target, root, overwrite)
@@ -265,7 +275,9 @@ def _check_target(root: Path, overwrite: bool) -> None:
         )
 
 
-_OURS = re.compile(rf"{METADATA}|part-\d+-of-\d+\.safetensors|\.DS_Store|\.nfs[0-9a-f]+")
+_OURS = re.compile(
+    rf"{METADATA}|part-\d+-of-\d+\.safetensors|{SERIES_FILES}|\.DS_Store|\.nfs[0-9a-f]+"
+)
 
 
 def _others(root: Path) -> list[str]:
@@ -392,6 +404,9 @@ def add_attributes(
                 content = json.loads(read_text(Path(root) / METADATA))
                 content.pop("checksum")
                 content["attributes"] |= described
+                for row in content.get("series", {}).values():
+                    for file in row["files"]:
+                        shutil.copyfile(Path(root) / file["file"], Path(scratch) / file["file"])
                 _write_metadata(
                     Path(scratch), content | {"parts": [part for _, part, _ in gathered]}
                 )

@@ -291,12 +291,21 @@ def _assign(
     report(f"assigning {what} to {counted(num_parts, 'parts')}")
     edges = {store.info.key: store.edges for store in stores if store.edges is not None}
 
+    pos = {
+        store.info.ends[0]: store.columns["pos"].tensors[""]
+        for store in stores
+        if "pos" in store.columns
+        and "node" in store.info.totals
+        and store.columns["pos"].attribute.layout == "dense"
+    }
+
     def assign() -> Tensor:
         if None in edges:
             one = None if marked is None else marked[""]
             given = edges[None], counts[""], num_parts, method, seed, report, scratch, one
-            return assign_nodes(*given)
-        several = assign_node_types(edges, counts, num_parts, method, seed, report, scratch, marked)
+            return assign_nodes(*given, pos.get(""))
+        all_types = edges, counts, num_parts, method, seed, report, scratch, marked
+        several = assign_node_types(*all_types, pos)
         return torch.cat(list(several.values()))
 
     part = assign() if scratch is None else scratch.assignment(assign)

@@ -117,7 +117,7 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
     return cast(Tensor, ToLocal.apply(x, local, rows, axis))
 
 
-def from_local(rows: Tensor, data: Any) -> NodeTensor:
+def from_local(rows: Tensor, data: Any, dim: int = 0) -> NodeTensor:
     """Returns rows of all workers' nodes as a tensor of the whole graph, differentiable.
 
     The way back from :meth:`~pyg_sar.tensors.NodeTensor.to_local`. Nothing is sent.
@@ -128,6 +128,7 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
 
     Args:
         rows: This worker's rows, a plain tensor ``[rows here, *]``.
+        dim: Where ``rows`` has them: -2 for a batch ``[B, rows here, F]`` of snapshots.
         data: Whose they are: what :func:`pyg_sar.load_partition` gave, or the store of a node type,
             for its nodes; a node tensor, for rows where that has its own (``data.edge_attr``).
 
@@ -141,12 +142,14 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
             f"{type(rows).__name__})"
         )
     layout = rows_of(data)
-    if rows.size(0) != layout.count:
+    if not -rows.dim() <= dim < rows.dim():
+        raise ValueError(f"from_local(dim={dim}): 'rows' has the shape {list(rows.shape)}")
+    if rows.size(dim) != layout.count:
         raise ValueError(
             f"Expected 'rows' to have this worker's {layout.count} of {layout.total} rows (got "
             f"shape {list(rows.shape)} at rank {layout.comm.rank}): see x.to_local()"
         )
-    return cast(NodeTensor, FromLocal.apply(rows, layout, 0))
+    return cast(NodeTensor, FromLocal.apply(rows, layout, dim % rows.dim()))
 
 
 def rows_of(data: Any) -> Rows:

@@ -411,7 +411,8 @@ def _add_partition(commands: Any) -> None:
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="parts: one or more per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
-    of_method = "balanced: even nodes and edges; metis: even nodes; coarsened: in less memory"
+    of_method = "balanced: even nodes and edges; metis: even nodes; coarsened: in less memory; "
+    of_method += "geometric: by pos"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)

@@ -346,7 +346,8 @@ class Process:
                         raise DistributedIndexError(
                             f"'{name}' under 'pyg-sar run': the script trains on mini-batches or "
                             "many graphs, which need no distributed graph. Run it with python, or "
-                            "on all of one graph"
+                            "on all of one graph; graphs that are each too large for one worker: "
+                            "call pyg_sar.scatter(batch) in the loop, and start it by torchrun"
                         )
                     args, kwargs = (), given
                     loader.__dict__["_of_whole_graph"] = True

@@ -70,7 +70,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if unknown:
         raise ValueError(f"Expected 'splits' to name {', '.join(SPLITS)} (got {unknown})")
     if given["flow"] is not None and "input_id" not in given["flow"]:
-        raise ValueError("'flow' has no 'input_id': make it by pyg_sar.message_flow_graphs")
+        raise ValueError("'flow' has no 'input_id': make it by message_flow_graphs")
     if given["optimizer"] is not None:
         _check_optimizer(given["optimizer"], given["model"])
 

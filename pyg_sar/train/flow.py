@@ -84,7 +84,7 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
     Args:
         model: The distributed model.
         data: The graph that ``flow`` was made of.
-        flow: What :func:`pyg_sar.message_flow_graphs` gave.
+        flow: What :func:`pyg_sar.partition.message_flow_graphs` gave.
         forward: Calls the model on either.
 
     Raises:
@@ -97,7 +97,7 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
     compared = None if edges is None else edges.targets.compared
     if compared is None:
         raise TypeError(
-            "Expected 'flow' to be what pyg_sar.message_flow_graphs gave (got "
+            "Expected 'flow' to be what pyg_sar.partition.message_flow_graphs gave (got "
             f"{type(flow).__name__})"
         )
     earlier = set(compared)

@@ -111,7 +111,8 @@ class Trainer:
             whatever ``forward`` returns rows for (``'edge_label'``).
         splits: The mask or list of rows of each split, by name, such as ``{'train': 'train_mask'}``
             (:func:`~pyg_sar.train.targets.find_targets`).
-        flow: The message flow graph of the training nodes (:func:`pyg_sar.message_flow_graphs`).
+        flow: The message flow graph of the training nodes
+            (:func:`pyg_sar.partition.message_flow_graphs`).
             Training steps run on it, evaluation on ``data``. The seeds' outputs on both are
             compared before the first step. ``forward`` is called with it in place of ``data``.
         labels: Masked label prediction: the share of the training nodes that show the model their

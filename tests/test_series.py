@@ -1,0 +1,146 @@
+"""Snapshots of one graph: each worker reads its rows only; models equal one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import CHANNELS, TOLERANCE, error, make_graph, parts, whole, workers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import SAGEConv
+
+import pyg_sar
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition import add_attributes, load_series
+
+TIMES, NODES = 7, 40
+
+
+class Sliced:
+    """An array as zarr has them: shape, dtype and slices. It counts what is held at once."""
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.shape, self.dtype, self.most = values, values.shape, values.dtype, 0
+
+    def __getitem__(self, key: slice) -> Any:
+        self.most = max(self.most, len(range(*key.indices(len(self.values)))))
+        return self.values[key]
+
+
+def arrays() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 9, (TIMES, NODES)).astype(">i4")
+    return {"y": y, "x": draw.standard_normal((TIMES, NODES, CHANNELS))}
+
+
+def one_step(model: nn.Module, x: Tensor, edges: Tensor, y: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss = (model(x, edges).tanh() * y.unsqueeze(-1)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def train(root: Path, model: nn.Module, processes: int) -> list[Any]:
+    """Single snapshots, then batches in a drawn order; and the bytes that were read."""
+    comm = pyg_sar.init()
+    data = pyg_sar.load_partition(root)
+    series = load_series(root)
+    assert len(series) == TIMES
+    before = read_bytes()
+    item = series[2]
+    count = read_bytes() - before
+    expected = sum(t.nbytes for t in item.values())
+    # The second term: what reading /proc/self/io itself counts.
+    assert comm.host is not None or expected <= count <= expected + 300
+    assert item["x"].shape == (data.x.to_local().size(0), CHANNELS)
+    model, found = pyg_sar.distribute(copy.deepcopy(model)), []
+    x, y = (pyg_sar.from_local(item[name], data) for name in ("x", "y"))
+    found.append([whole(x), whole(y), *one_step(model, x, data.edge_index, y)])
+    torch.manual_seed(5)
+    for batch in DataLoader(series, 3, shuffle=True, num_workers=processes):
+        x, y = (pyg_sar.from_local(batch[name], data, dim=1) for name in ("x", "y"))
+        found.append([whole(x), whole(y), *one_step(model, x, data.edge_index, y)])
+    return found
+
+
+def read_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("start", "world", "processes"),
+    [(workers, 2, 2), (workers, 3, 0), (workers, 4, 0), (parts, 3, 0)],
+)
+def test_snapshots_equal_one_process(start: Any, world: int, processes: int, tmp_path: Path):
+    data, series = make_graph(), arrays()
+    pyg_sar.write_partitions(data, world, tmp_path / "p", "random", series=series)
+    model = SAGEConv(CHANNELS, 3).double()
+    numbers = [torch.from_numpy(series[name].astype(series[name].dtype.newbyteorder("="))) for name
+               in ("x", "y")]  # fmt: skip
+    torch.manual_seed(5)
+    order = [torch.tensor(2), *DataLoader(range(TIMES), 3, shuffle=True)]
+    for found in start(train, world, tmp_path / "p", model, processes):
+        assert len(found) == len(order) == 4
+        for mine, times in zip(found, order, strict=True):
+            x, y = (t[times] for t in numbers)
+            oracle = [x, y, *one_step(copy.deepcopy(model), x, data.edge_index, y)]
+            for a, b in zip(mine, oracle, strict=True):
+                assert error(a, b) < TOLERANCE
+
+
+def test_arrays_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyg_sar.partition import series as module
+
+    monkeypatch.setattr(module, "_PIECE", 2 * NODES * CHANNELS * 8)
+    given, same = Sliced(arrays()["x"]), arrays()["x"]
+    for name, how in (("a", {}), ("b", {"memory": "1GiB"})):
+        pyg_sar.write_partitions(make_graph(), 3, tmp_path / name, series={"x": given}, **how)
+        found = np.empty_like(same)
+        for p in range(3):
+            ids = pyg_sar.partition.storage.read_part(tmp_path / name, p)["n_id"]
+            mine = module.Series(tmp_path / name, p)
+            found[:, ids] = np.stack([mine[t]["x"] for t in range(TIMES)])
+        assert np.array_equal(found, same)
+    assert given.most == 2
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "a", overwrite=True)
+    assert len(os.listdir(tmp_path / "a")) == 3
+
+
+def test_what_is_refused(tmp_path: Path):
+    data, x = make_graph(), arrays()["x"]
+    for series, text in (
+        ({"x": x[:, :9]}, r"series\['x'\] to have the shape \[T, 40, ...\]"),
+        ({"x": x[:0]}, r"got \[0, 40, 6\]"),
+        ({"x": torch.from_numpy(x)}, "is a tensor"),
+        ({"x": x.astype("U4")}, "dtype <U4"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            pyg_sar.write_partitions(data, 2, tmp_path / "p", series=series)
+    hetero = HeteroData()
+    hetero["a"].num_nodes = 40
+    with pytest.raises(TypeError, match="got a HeteroData"):
+        pyg_sar.write_partitions(hetero, 2, tmp_path / "p", series={"x": x})
+    pyg_sar.write_partitions(data, 1, tmp_path / "p")
+    with pytest.raises(PartitionError, match="holds no series"):
+        load_series(tmp_path / "p")
+    pyg_sar.write_partitions(data, 1, tmp_path / "p", series={"x": x}, overwrite=True)
+    add_attributes(tmp_path / "p", {"extra": torch.zeros(40)}, tmp_path / "q")
+    assert torch.equal(load_series(tmp_path / "q")[-1]["x"], torch.from_numpy(x[-1]))
+    with pytest.raises(IndexError, match="there are 7 snapshots"):
+        load_series(tmp_path / "q")[7]
+    (file,) = (tmp_path / "q").glob("series-*")
+    file.write_bytes(b"short")
+    with pytest.raises(PartitionError, match="has 5 bytes instead of 13,440"):
+        load_series(tmp_path / "q")
+    rows = pyg_sar.load_partition(tmp_path / "p")
+    with pytest.raises(ValueError, match="this worker's 40 of 40 rows"):
+        pyg_sar.from_local(torch.zeros(2, 39, 1), rows, dim=1)
+    with pytest.raises(ValueError, match="dim=3"):
+        pyg_sar.from_local(torch.zeros(40), rows, dim=3)
