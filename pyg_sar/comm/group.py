@@ -256,17 +256,16 @@ def _replicas_of(mesh: Any, replicas: int | None) -> int:
         raise TypeError(
             f"Expected 'mesh' to be a torch.distributed.DeviceMesh (got {type(mesh).__name__})"
         )
-    ranks = mesh.mesh.tolist()
     named = mesh.mesh_dim_names == ("replicate", "part")
-    if not named or sum(ranks, []) != list(range(dist.get_world_size())):
+    if not named or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
         raise ValueError(
             f"mesh={mesh!r} must have the dimensions ('replicate', 'part') and all "
             f"{counted(dist.get_world_size(), 'workers')} in the order of their ranks: "
             "init_device_mesh('cpu', (R, P), mesh_dim_names=('replicate', 'part'))"
         )
-    if replicas not in (None, len(ranks)):
-        raise ValueError(f"replicas={replicas!r}, but the mesh has {len(ranks)}: leave one out")
-    return len(ranks)
+    if replicas not in (None, mesh.size(0)):
+        raise ValueError(f"replicas={replicas!r}, but the mesh has {mesh.size(0)}: leave one out")
+    return mesh.size(0)
 
 
 def join(
