@@ -60,8 +60,8 @@ class Communicator(ABC):
     """
 
     backend: str
-    member = "rank"
-    """What errors call a member."""
+    member, members = "rank", "workers"
+    """How errors speak of one and of all."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
         self.rank = rank
@@ -93,7 +93,8 @@ class Communicator(ABC):
         self.across = across
         if across is not None:
             self.replica, self.replicas = across.rank, across.world_size
-            across.ledgers, across.member = self.ledgers, "replica"
+            across.ledgers = self.ledgers
+            across.member, across.members = "replica", "replicas"
 
     @property
     def place(self) -> str:
@@ -360,6 +361,7 @@ class GroupCommunicator(Communicator):
         self._watch = watch
         self._local_peers = local_peers
         self._main = main
+        self._issuer: Issuer
         if main is not None:
             self._issuer = main._issuer
             main._transports.append(transport)

@@ -28,7 +28,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -248,10 +248,11 @@ class MemberPosts(Posts):
     def note(self, channel: str, peer: int, name: str) -> Post:
         return self.everyone.note(channel, self.members[peer], name)
 
-    def waiting(
-        self, messages: Sequence[tuple[str, int, str]]
-    ) -> AbstractContextManager[Sequence[Post]]:
-        return self.everyone.waiting([(way, self.members[p], name) for way, p, name in messages])
+    @contextmanager
+    def waiting(self, messages: Sequence[tuple[str, int, str]]) -> Iterator[Sequence[Post]]:
+        renamed = [(way, self.members[peer], name) for way, peer, name in messages]
+        with self.everyone.waiting(renamed) as posts:
+            yield posts
 
 
 def to_text(state: State) -> str:
