@@ -33,7 +33,7 @@ import torch
 from pyg_sar.comm.group import check_init, check_replicas, current, finalize, is_open, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
-from pyg_sar.comm.messages import RESUME, is_consequence
+from pyg_sar.comm.messages import RESUME, is_consequence, place_in
 from pyg_sar.comm.processes import find_process
 from pyg_sar.comm.store import host_store
 from pyg_sar.comm.watch import HALTED, read_limits
@@ -119,6 +119,7 @@ def launch(
     try:
         for rank in range(num_workers):
             workers.append(_Worker.start(rank, common))
+            workers[-1].place = place_in(rank, num_workers // replicas if replicas else None)
         for worker in workers:  # Beside each other: one that was stopped keeps nobody waiting.
             threading.Thread(target=worker.give, args=(work,), daemon=True).start()
         results = _collect(workers)
@@ -298,6 +299,7 @@ class _Worker:
     pipe: Connection
     failure: WorkerError | None = None
     consequence: bool = False
+    place: str = ""
     finished: bool = False
     result: Any = None
     stopped: float | None = None
@@ -354,7 +356,7 @@ class _Worker:
             return
         self.stopped = self.stopped or time.monotonic()
         if time.monotonic() - self.stopped > limit:
-            text = f"Rank {self.rank} was lost: {HALTED}. {RESUME}"
+            text = f"Rank {self.rank}{self.place} was lost: {HALTED}. {RESUME}"
             self.failure, self.finished = LostWorkerError(text, rank=self.rank), True
 
     def _lost(self) -> LostWorkerError:
@@ -365,7 +367,8 @@ class _Worker:
             how = f"was killed by {signal.Signals(-code).name} (signal {-code})"
         else:
             how = f"ended with exit code {code} before it returned a result"
-        return LostWorkerError(f"Rank {self.rank} was lost: it {how}. {RESUME}", rank=self.rank)
+        who = f"Rank {self.rank}{self.place}"
+        return LostWorkerError(f"{who} was lost: it {how}. {RESUME}", rank=self.rank)
 
     def _wait(self, seconds: float) -> int | None:
         try:

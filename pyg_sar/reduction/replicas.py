@@ -90,17 +90,21 @@ class ReplicaGradients:
             self._passes[task] = {}, set()
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self.finish, task))
-        if parameter is None or (gradient is None and not parameter.requires_grad):
-            return  # What was frozen since gets none.
-        sparse = gradient is not None and gradient.layout != torch.strided
-        if gradient is not None and (sparse or gradient.requires_grad):
+        before, added = self._passes[task]
+        if parameter is None:
+            return
+        if gradient is None:  # Nothing will be added.
+            added.add(id(parameter))
+            return
+        sparse = gradient.layout != torch.strided
+        if sparse or gradient.requires_grad:
             what = "is sparse" if sparse else "has a graph"
             raise ValueError(
                 f"The gradient of '{name}' {what} at {self._here()}: gradients that are averaged "
                 "over replicas are dense (sparse=False) and have no derivatives (backward() "
                 "without create_graph=True)"
             )
-        self._passes[task][0][id(parameter)] = parameter.grad
+        before[id(parameter)] = parameter.grad
         parameter.grad = None
 
     def _added(self, name: str, parameter: Tensor) -> None:
@@ -113,7 +117,7 @@ class ReplicaGradients:
                 "which would see its gradient before it is averaged over the replicas: read "
                 "'.grad', or let the optimizer step, after backward()"
             )
-        if id(parameter) not in before and parameter.requires_grad:
+        if id(parameter) not in before and id(parameter) not in added:
             raise ValueError(
                 f"This PyTorch ({torch.__version__}) did not call the hook of '{name}' at "
                 f"{self._here()}, where a function saves it: use 2.7 or newer with replicas"
@@ -146,11 +150,11 @@ class ReplicaGradients:
                 )
         if not before.keys() <= {id(parameter) for _, parameter in named}:
             raise ValueError(
-                f"A backward pass at {self._here()} reached parameters that the model doesn't train "
-                "(torch.func.functional_call; or they were replaced, or frozen, after the forward "
-                "pass): their gradients can't be averaged over replicas. Train the model's own"
+                f"A backward pass at {self._here()} reached parameters that the model doesn't "
+                "train (torch.func.functional_call; or they were replaced, or frozen, after the "
+                "forward pass): their gradients can't be averaged over replicas. Train the model's"
             )
-        own = [p.grad if id(p) in added else None for _, p in named]
+        own = [p.grad if id(p) in before else None for _, p in named]
         totals = post_totals(named, own, self.across, self.settings(), _LABEL)()
         for _, parameter in named:
             kept = before.get(id(parameter), parameter.grad)

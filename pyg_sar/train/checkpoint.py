@@ -84,9 +84,9 @@ def save_checkpoint(
 ) -> None:
     """Saves model, optimizer and every worker's random state. Collective: all workers call it.
 
-    Rank 0 (of replica 0, whose buffers are saved) writes to a hidden file beside ``path``, flushes it to disk and renames it; the call
-    returns on every worker once the file is there. Runs that save under one name don't disturb each
-    other: the last one stays.
+    Rank 0 (of replica 0, whose buffers are saved) writes to a hidden file beside ``path``, flushes
+    it to disk and renames it; the call returns on every worker once the file is there. Runs that
+    save under one name don't disturb each other: the last one stays.
 
     Args:
         path: The file. Its folder must exist on rank 0's host.
@@ -224,7 +224,8 @@ def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
 def _from_all(comm: Communicator, value: str | None) -> list[str | None]:
     """Returns what every worker says, replica by replica, in the order of ranks."""
     found: list[str | None] = comm.all_gather_object(value)
-    return found if comm.across is None else sum(comm.across.all_gather_object(found), [])
+    replicas = [found] if comm.across is None else comm.across.all_gather_object(found)
+    return [said for replica in replicas for said in replica]
 
 
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
