@@ -6,6 +6,7 @@ samples one after the other and averages the gradients.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.nn import BatchNorm, GATConv, SAGEConv
@@ -43,10 +45,15 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(OUT, OUT)
         self.unused = torch.nn.Parameter(torch.ones(3))
         self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, OUT))
+        self.again: bool | None = None
 
     def forward(self, x: Tensor, edge_index: Tensor, odd: int = 0) -> Tensor:
         x = self.norm(self.convs[0](x, edge_index).tanh())
-        x = self.convs[1](x, edge_index).tanh() * self.scale + self.convs[1].bias.sin()
+        if self.again is None:
+            x = self.convs[1](x, edge_index)
+        else:
+            x = checkpoint(self.convs[1], x, edge_index, use_reentrant=self.again)
+        x = x.tanh() * self.scale + self.convs[1].bias.sin()
         return x if odd else self.head(x)
 
 
@@ -101,7 +108,13 @@ def line_search(model: Any, backward: Callable[..., Tensor]) -> None:
     optimizer.step(closure)
 
 
-RUNS = (sgd, accumulated_and_clipped, hooked, line_search)
+def checkpointed(model: Any, backward: Callable[..., Tensor]) -> None:
+    """A layer that is computed again, in the pass itself or in one of its own within it."""
+    for model.again in (False, True):
+        backward(0)
+
+
+RUNS = (sgd, accumulated_and_clipped, hooked, line_search, checkpointed)
 
 
 def state(model: Any) -> dict[str, Tensor | None]:
@@ -204,6 +217,31 @@ def test_replicas_train_as_one_process_that_averages(shape, samples, folders):
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert error(found[name], value) <= TOLERANCE, (run.__name__, rank, name)
+
+
+def overlapping(roots: list[Path]) -> Any:
+    """Two models, of which one is distributed again with its parts, and a copy."""
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(roots[comm.replica])
+    model, decoder = pyg_sar.distribute(made()), torch.nn.Linear(OUT, 1).double()
+    pyg_sar.distribute(decoder)
+    pyg_sar.distribute(model.head)
+    copied = copy.deepcopy(pyg_sar.distribute(model))
+    for one in (model, copied):
+        decoder(one(data.x, data.edge_index)).square().mean().backward()
+    return [[p.grad for p in one.parameters()] for one in (model, copied, decoder)]
+
+
+def test_models_that_share_parameters_and_copies(samples, folders):
+    first, *others = pyg_sar.launch(overlapping, 4, folders(2), replicas=2, timeout=60.0)
+    model, decoder = made(), torch.nn.Linear(OUT, 1).double()
+    losses = [decoder(model(d.x, d.edge_index)).square().mean() for d in samples[:2]]
+    sum(losses).div(2).backward()  # type: ignore[union-attr]
+    for found in (first, *others):
+        for own, one, times in zip(found, (model, model, decoder), (1, 1, 2), strict=True):
+            for gradient, p in zip(own, one.parameters(), strict=True):
+                expected = None if p.grad is None else p.grad * times
+                assert error(gradient, expected) <= TOLERANCE
 
 
 # Messages, and what is refused ##############################################

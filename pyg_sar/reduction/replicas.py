@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.gradients import post_totals
@@ -50,7 +49,6 @@ class ReplicaGradients:
         self.across, self.settings = across, settings
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
-        self._hooked: Any = WeakIdKeyDictionary()
         self._passes: dict[int, tuple[Before, set[int]]] = {}
 
     def __deepcopy__(self, memo: Any) -> ReplicaGradients:
@@ -73,12 +71,13 @@ class ReplicaGradients:
                 )
             if not (parameter.requires_grad and parameter.is_leaf):
                 continue
-            self._named.append((name, weakref.ref(parameter)))
-            if parameter not in self._hooked:
-                reference = weakref.ref(parameter)
+            reference = weakref.ref(parameter)
+            if parameter not in self.across.shared_parameters:
+                self.across.shared_parameters[parameter] = self
                 parameter.register_hook(partial(self._begin, reference, name))
                 parameter.register_post_accumulate_grad_hook(partial(self._added, name))
-                self._hooked[parameter] = True
+            if self.across.shared_parameters[parameter] is self:  # Not another model's, too.
+                self._named.append((name, reference))
 
     def _here(self) -> str:
         return f"replica {self.across.rank}"
