@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +24,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
-from torch_geometric.nn import BatchNorm, GATConv, SAGEConv
+from torch_geometric.nn import GAT, BatchNorm, GATConv, SAGEConv
 
 import pyg_sar
 from pyg_sar.comm import finalize
@@ -244,6 +246,26 @@ def test_models_that_share_parameters_and_copies(samples, folders):
                 assert error(gradient, expected) <= TOLERANCE
 
 
+def as_documented(roots: list[Path], code: str) -> Any:
+    printed: list[float] = []
+    names = {"pyg_sar": pyg_sar, "torch": torch, "F": F, "GAT": GAT, "roots": roots}
+    exec(code, {**names, "DistributedSampler": DistributedSampler, "print": printed.append})
+    return printed
+
+
+def test_the_documented_loop(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*DistributedSampler.*?)```", text, re.DOTALL)
+    roots = [tmp_path / name for name in "abc"]
+    for root in roots:
+        data = make_graph(20, 60, dtype=torch.float32)
+        data.x = torch.randn(20, 16)
+        pyg_sar.write_partitions(data, 2, root, "random")
+    first, *others = pyg_sar.launch(as_documented, 4, roots, code, replicas=2, timeout=60.0)
+    assert len(first) == 10 and first[-1] < first[0]
+    assert all(found == first for found in others)
+
+
 # Messages, and what is refused ##############################################
 
 
@@ -338,6 +360,18 @@ def test_what_can_not_be_averaged_is_refused_by_name(samples, tmp_path):
         assert len(found) == len(MESSAGES)
         for text, message in zip(found, MESSAGES, strict=True):
             assert message in text
+
+
+def with_lightning() -> None:
+    from pyg_sar.lightning import SARStrategy
+
+    with pytest.raises(ValueError, match="SARStrategy trains on one graph, and this is replica"):
+        SARStrategy()
+
+
+def test_lightning_is_refused():
+    pytest.importorskip("lightning")
+    pyg_sar.launch(with_lightning, 2, replicas=2, timeout=60.0)
 
 
 # How replicas start ###########################################################
