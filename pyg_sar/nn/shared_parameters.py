@@ -69,11 +69,8 @@ class SharedParameters:
 
         And one for the state that random generators had when dropout, say, drew last.
         """
-        return [*self.layer_settings(), f"state of the random generators: {comm.drawn}"]
-
-    def layer_settings(self) -> list[str]:
-        """Returns a line for each plain attribute of the layers, alike on all workers."""
-        return [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+        rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+        return [*rows, f"state of the random generators: {comm.drawn}"]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
         """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.
