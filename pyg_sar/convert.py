@@ -32,6 +32,7 @@ from pyg_sar.reduction.parameters import (
     refuse_wrapped,
     shared_parameters,
 )
+from pyg_sar.reduction.replicas import ReplicaGradients
 
 
 @cache
@@ -109,11 +110,15 @@ def distribute(
     _check(model, policies, comm)
     _put_on_device(model, comm)
     policy = policy or SARPolicy()
-    _check_alike(model, policy, policies, comm)
+    for group in (comm, comm.across):
+        if group is not None:
+            _check_alike(model, policy, policies, group)
     draws = None if policy.random is None else DrawsOfLayers(comm, policy.random)
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         own_rows(model, comm)
+    if comm.across is not None:
+        _copy_from_first(model, comm.across)
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
@@ -141,6 +146,11 @@ def distribute(
             module.__class__ = named_as(whole_kind, torch.nn.MultiheadAttention)
     if comm.world_size > 1:
         shared.known_to(comm, model)
+    if comm.across is not None:
+        # But for the last, the state of the generators: replicas may draw other numbers.
+        averaging = ReplicaGradients(comm.across, lambda: shared.settings(comm)[:-1])
+        averaging(model)
+        model.register_forward_pre_hook(averaging)
     return model
 
 
@@ -222,6 +232,9 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
                 "pyg_sar.nn.initialize(model, data.x, data.edge_index) with the model's arguments "
                 "before distribute(), or give its layer's in_channels instead of -1"
             )
+    if comm.across is not None:
+        refuse_wrapped(model)
+        _check_norms_of_replicas(model)
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
@@ -230,6 +243,17 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     for name, module in modules.items():
         check_layer(name, module, comm.rank)
         _check_norm(name, module, module in within)
+
+
+def _check_norms_of_replicas(model: torch.nn.Module) -> None:
+    """Refuses norms over the rows of all replicas."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"'{name}' (SyncBatchNorm) takes statistics over the rows of all replicas, which "
+                "is not supported: use torch.nn.BatchNorm1d, which takes those of each replica's "
+                "own graph"
+            )
 
 
 def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
@@ -270,9 +294,9 @@ def _check_alike(
     if found is not None:
         rank, here, first = found
         raise ValueError(
-            f"distribute() got different models or policies: '{here}' at rank {rank}, '{first}' "
-            "at rank 0. Build the model alike on every worker; an attribute that may differ needs "
-            "a name that begins with an underscore"
+            f"distribute() got different models or policies: '{here}' at {comm.member} {rank}, "
+            f"'{first}' at {comm.member} 0. Build the model alike on every worker; an attribute "
+            "that may differ needs a name that begins with an underscore"
         )
 
 

@@ -46,6 +46,12 @@ class SARStrategy(SingleDeviceStrategy):
 
     def __init__(self, policy: SARPolicy | None = None, **rest: Any) -> None:
         self.comm, self.policy = init(), policy
+        if self.comm.replicas > 1:
+            raise ValueError(
+                f"SARStrategy trains on one graph, and this is replica {self.comm.replica} of "
+                f"{self.comm.replicas}: write the loop over a replica's samples yourself "
+                "(docs/training.md), or start with one replica"
+            )
         super().__init__(device=self.comm.device, **rest)
         self.global_rank = self.comm.rank  # Values need no sum over workers: world_size stays 1.
         rank_zero_only.rank = self.comm.rank  # type: ignore[attr-defined]

@@ -150,7 +150,7 @@ def test_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
     code = snippets("docs/training.md")
-    run("docs/training.md", code[:2] + code[7:], MyModel=MyModel)
+    run("docs/training.md", code[:2] + code[7:-1], MyModel=MyModel)  # The last: test_replicate.py.
     assert {"report", "run.ckpt"} <= set(os.listdir())
 
 

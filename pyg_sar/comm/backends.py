@@ -118,12 +118,22 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Holds what a transport is opened with."""
+    """Holds what a transport is opened with.
+
+    Args:
+        info: This worker.
+        store: Where the workers meet.
+        timeout: Seconds that an operation may take.
+        device: Of this worker.
+        groups: The ranks of each of the groups into which the workers are divided; by default they
+            are one group.
+    """
 
     info: WorkerInfo
     store: dist.Store | None
     timeout: float
     device: torch.device
+    groups: Sequence[Sequence[int]] | None = None
 
 
 class GroupTransport(Transport):
@@ -142,16 +152,22 @@ class GroupTransport(Transport):
 
     def __init__(self, setting: Setting) -> None:
         self.owns_world = not dist.is_initialized()
-        limit = timedelta(seconds=setting.timeout)
+        limit, group = timedelta(seconds=setting.timeout), None
         if self.owns_world:
             dist.init_process_group(timeout=limit, **self.arguments(setting))
             group = dist.group.WORLD
-        else:
+        elif setting.groups is None:
             group = dist.new_group(backend=self.name, timeout=limit)
+        self.members: Sequence[int] = range(dist.get_world_size())
+        for members in setting.groups or ():  # All workers make all groups, in one order.
+            made = dist.new_group(list(members), backend=self.name, timeout=limit)
+            if dist.get_rank() in members:
+                group, self.members = made, members
         if group is None:
             raise PygSarError(f"torch.distributed gave no process group for {self.name!r}")
         self.group: dist.ProcessGroup = group
-        super().__init__(dist.get_rank(), dist.get_world_size(), setting.device)
+        rank = self.members.index(dist.get_rank())
+        super().__init__(rank, len(self.members), setting.device)
 
     @classmethod
     def check(cls) -> None:
@@ -218,7 +234,7 @@ class GroupTransport(Transport):
         works = []
         for k, (tag, (peer, tensor)) in enumerate(posts):
             post = dist.irecv if k < len(recvs) else dist.isend
-            works.append(post(tensor, peer, group=self.group, tag=tag))
+            works.append(post(tensor, self.members[peer], group=self.group, tag=tag))
         for work in works:
             if work is not None:
                 work.wait()
@@ -251,7 +267,7 @@ class GroupTransport(Transport):
     def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
         staged = self.stage(tensor)
         with self.together(staged, where):
-            dist.broadcast(to_bytes(staged), src, group=self.group)
+            dist.broadcast(to_bytes(staged), self.members[src], group=self.group)
         if staged is not tensor:
             tensor.copy_(staged)
 
@@ -311,7 +327,8 @@ class GlooTransport(GroupTransport):
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError, ValueError):
-                    work = dist.irecv(torch.empty(1), peer, group=self.group, tag=ABORT_TAG)
+                    source, tag = self.members[peer], ABORT_TAG
+                    work = dist.irecv(torch.empty(1), source, group=self.group, tag=tag)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
@@ -363,8 +380,10 @@ class NcclTransport(GroupTransport):
     def transfer(
         self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], tags: Sequence[int]
     ) -> None:
-        posts = [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in recvs]
-        posts += [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sends]
+        ways = (dist.irecv, recvs), (dist.isend, sends)
+        posts = [
+            dist.P2POp(way, t, self.members[p], self.group) for way, all in ways for p, t in all
+        ]
         for work in dist.batch_isend_irecv(posts) if posts else ():
             work.wait()
 

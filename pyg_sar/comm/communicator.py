@@ -21,15 +21,16 @@ from pyg_sar.comm.messages import (
     OBJECT,
     SUM,
     Outgoing,
+    Posts,
     Watch,
     called_from,
     count,
     count_all,
     decode,
     encode,
-    is_consequence,
     num_bytes,
     pack,
+    place_in,
 )
 from pyg_sar.comm.processes import TerminationNotice
 from pyg_sar.comm.sharing import LocalPeers, Sharing
@@ -51,9 +52,16 @@ class Communicator(ABC):
         world_size: Number of workers.
         device: Device of this worker.
         timeout: Seconds that an operation may take.
+
+    Attributes:
+        replica: Which group of workers this is, of those that train on samples of their own; the
+            ``rank`` of a ``DistributedSampler``.
+        replicas: How many groups there are; the sampler's ``num_replicas``.
     """
 
     backend: str
+    member, members = "rank", "workers"
+    """How errors speak of one and of all."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
         self.rank = rank
@@ -75,7 +83,47 @@ class Communicator(ABC):
         """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
+        self.replica, self.replicas = 0, 1
+        self.across: GroupCommunicator | None = None
+        """The workers of this rank in all replicas, by replica; ``None`` where there is one."""
         self.closed = False
+
+    def place_among(self, across: GroupCommunicator | None) -> None:
+        """Takes in the workers of this rank in all replicas."""
+        self.across = across
+        if across is not None:
+            self.replica, self.replicas = across.rank, across.world_size
+            across.ledgers = self.ledgers
+            across.member, across.members = "replica", "replicas"
+
+    @property
+    def place(self) -> str:
+        """Returns which replica and part this is, in words; nothing where there is one replica."""
+        rank = self.replica * self.world_size + self.rank
+        return place_in(rank, None if self.across is None else self.world_size)
+
+    def average(self, tensor: Tensor) -> Tensor:
+        r"""Returns the mean over the replicas, :math:`\frac{1}{R} \sum_r t_r`. Collective.
+
+        For what depends on a replica's own sample: a loss that a line search or a plateau rule
+        looks at, or a metric. Gradients are averaged already.
+
+        Args:
+            tensor: Of floating point, of the same shape and dtype on all workers, and the same
+                values on those of a replica.
+
+        Returns:
+            A new tensor, without a gradient.
+
+        Raises:
+            TypeError: The tensor isn't of floating point.
+        """
+        if not tensor.is_floating_point():
+            raise TypeError(f"average() takes floating-point tensors (got {tensor.dtype})")
+        total = tensor.detach().clone()
+        if self.across is not None:
+            self.across.all_reduce(total, label=("", "", "average over replicas"))
+        return total / self.replicas
 
     def __repr__(self) -> str:
         return (
@@ -234,10 +282,14 @@ class Communicator(ABC):
             error: By what.
             rank: Whose error it is: a part that this worker hosts. By default its own.
         """
+        if self.across is not None:
+            self.across.report(error)
 
     def close(self) -> None:
         """Ends it, after what is queued. Never raises."""
         self.closed = True
+        if self.across is not None:
+            self.across.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -289,6 +341,9 @@ class GroupCommunicator(Communicator):
         watch: What finds out who failed.
         timeout: Seconds that an operation may take.
         local_peers: Workers whose memory this one reads.
+        posts: Where messages between all workers are noted; by default the transport's.
+        main: The communicator of this worker whose issuing thread and watch this one uses, so that
+            the operations of both are in the order of the calls; it is closed with that one.
     """
 
     def __init__(
@@ -297,18 +352,26 @@ class GroupCommunicator(Communicator):
         watch: Watch,
         timeout: float,
         local_peers: LocalPeers | None = None,
+        posts: Posts | None = None,
+        main: GroupCommunicator | None = None,
     ) -> None:
         super().__init__(transport.rank, transport.world_size, transport.device, timeout)
         self.backend = transport.name
-        self._transport = transport
+        self._transport, self._transports = transport, [transport]
         self._watch = watch
+        self._local_peers = local_peers
+        self._main = main
+        self._issuer: Issuer
+        if main is not None:
+            self._issuer = main._issuer
+            main._transports.append(transport)
+            return
         name = f"pyg_sar issuer {self.rank}"
         self._issuer = Issuer(name, timeout, self._diagnose, self._abort)
-        self._local_peers = local_peers
         if local_peers is not None:
             local_peers.posts = transport.posts
             self.sharing = Sharing(local_peers, self.rank, self._issuer, self.ledgers)
-        watch.start(self._issuer.fail, self._issuer.progress, transport.posts)
+        watch.start(self._issuer.fail, self._issuer.progress, posts or transport.posts)
         self._notice = TerminationNotice(self._explain_termination)
         self._notice.install()
 
@@ -390,7 +453,8 @@ class GroupCommunicator(Communicator):
     def _abort(self) -> None:
         if self._local_peers is not None:
             self._local_peers.abort()
-        self._transport.abort()
+        for transport in self._transports:
+            transport.abort()
 
     def _diagnose(self, error: BaseException, doing: str) -> BaseException:
         if isinstance(error, TransportError | TimeoutError):
@@ -423,14 +487,15 @@ class GroupCommunicator(Communicator):
         return error
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
-        if not is_consequence(error, self.rank if rank is None else rank):
-            self._watch.report(error, rank)
+        self._watch.report(error, rank)
         self._issuer.fail(error)
 
     def close(self) -> None:
         if self.closed:
             return
-        self.closed = True
+        super().close()
+        if self._main is not None:
+            return
         self._issuer.close()
         self._watch.close()
         self._notice.remove()
@@ -438,7 +503,8 @@ class GroupCommunicator(Communicator):
             self._local_peers.close()
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
-            self._transport.close()
+            for transport in reversed(self._transports):
+                transport.close()
 
 
 @contextmanager

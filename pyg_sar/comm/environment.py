@@ -44,6 +44,7 @@ class WorkerInfo:
         agent_store: Whether the store lives outside the workers (with torchrun, or ``launch``).
         address: The host of the workers' store.
         port: The port of the workers' store.
+        parts: Number of workers of a replica; ``None``: there is one replica.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class WorkerInfo:
     agent_store: bool
     address: str = HOST
     port: int = PORT
+    parts: int | None = None
 
 
 class Launcher(Enum):

@@ -14,14 +14,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
 from pyg_sar.comm.communicator import (
@@ -33,13 +35,21 @@ from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, pla
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
-from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
+from pyg_sar.comm.messages import (
+    COLLECTIVE,
+    MemberPosts,
+    NoWatch,
+    Outgoing,
+    Posts,
+    is_consequence,
+)
 from pyg_sar.comm.processes import addresses_from, this_process
 from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label
+from pyg_sar.wording import counted
 
 __all__ = [
     "COLLECTIVE",
@@ -113,10 +123,11 @@ def wait_for_workers(
 
     Raises:
         CommTimeoutError: When ranks are missing after ``timeout`` seconds; names them.
-        ValueError: On different backends.
+        ValueError: On different backends, or numbers of replicas.
     """
     rank, world = info.rank, info.world_size
-    mine = {**this_process(), "backend": backend, "world_size": world}
+    replicas = 1 if info.parts is None else world // info.parts
+    mine = {**this_process(), "backend": backend, "world_size": world, "replicas": replicas}
     store.set(f"who/{rank}", json.dumps(mine))
     known: dict[int, dict[str, Any]] = {}
     end, step = time.monotonic() + timeout, 0
@@ -143,6 +154,11 @@ def wait_for_workers(
             raise ValueError(
                 f"backend: rank {rank} wants {backend!r}, rank {other} {who['backend']!r}; "
                 f"pass the same backend= to init() on every rank"
+            )
+        if who["replicas"] != replicas:
+            raise ValueError(
+                f"replicas: rank {rank} wants {replicas}, rank {other} {who['replicas']}; pass the "
+                "same replicas= or mesh= to init() on every rank"
             )
     return everyone
 
@@ -185,6 +201,8 @@ def init(
     *,
     timeout: float = 1800.0,
     device: torch.device | str | None = None,
+    replicas: int | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Communicator:
     """Joins the workers of this run, and returns the communicator (the current one, if any).
 
@@ -206,19 +224,48 @@ def init(
             expects the model. By default ``cuda:LOCAL_RANK`` where every worker of the host has a
             GPU of its own, else the CPU; the CPU with ``backend='gloo'``. See
             :mod:`pyg_sar.comm.devices`.
+        replicas: Into how many groups of equally many workers all workers are divided, in the order
+            of their ranks. Each group shares a graph, and the groups train one model on samples of
+            their own: gradients are averaged over them (docs/training.md). By default 1.
+        mesh: The same by PyTorch's mesh: ``init_device_mesh("cpu", (R, P),
+            mesh_dim_names=("replicate", "part"))`` of R replicas of P workers.
 
     Returns:
-        The communicator.
+        The communicator of this worker's replica, in which its ``rank`` is the part. ``replica``
+        and ``replicas`` are the ``rank`` and ``num_replicas`` of a
+        :class:`torch.utils.data.DistributedSampler`.
 
     Raises:
         ValueError: An unknown or missing backend; a device that isn't there, or another one than
             that of the current communicator; an environment that is incomplete, or says two things
-            (names the variables).
+            (names the variables); replicas that the number of workers is no multiple of, or that
+            differ between workers; a mesh of other dimensions or ranks.
+        TypeError: ``mesh`` is no ``DeviceMesh``.
         PygSarError: Workers of one host that can't share memory, though they must.
         CommTimeoutError: Workers that did not come.
         LostWorkerError: A worker that came, and was killed before all had met.
     """
-    return join(backend, timeout, device)
+    if mesh is not None:
+        replicas = _replicas_of(mesh, replicas)
+    return join(backend, timeout, device, replicas=replicas)
+
+
+def _replicas_of(mesh: Any, replicas: int | None) -> int:
+    """Returns the number of replicas of a mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"Expected 'mesh' to be a torch.distributed.DeviceMesh (got {type(mesh).__name__})"
+        )
+    named = mesh.mesh_dim_names == ("replicate", "part")
+    if not named or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError(
+            f"mesh={mesh!r} must have the dimensions ('replicate', 'part') and all "
+            f"{counted(dist.get_world_size(), 'workers')} in the order of their ranks: "
+            "init_device_mesh('cpu', (R, P), mesh_dim_names=('replicate', 'part'))"
+        )
+    if replicas not in (None, mesh.size(0)):
+        raise ValueError(f"replicas={replicas!r}, but the mesh has {mesh.size(0)}: leave one out")
+    return mesh.size(0)
 
 
 def join(
@@ -226,9 +273,10 @@ def join(
     timeout: float,
     device: torch.device | str | None = None,
     parts: bool = False,
+    replicas: int | None = None,
 ) -> Communicator:
     """:func:`init`, also of a worker that hosts ``parts``, which are not carried by NCCL."""
-    check_init(backend, timeout)
+    check_init(backend, timeout, replicas)
     target = None if device is None else device_of(device)
     scope = _scope.get()
     if scope.comm is not None and is_open():
@@ -243,13 +291,19 @@ def join(
                 f"device='{device}' at rank {scope.comm.rank}, but this worker already computes "
                 f"on {here}: leave it out, or call pyg_sar.comm.finalize() first"
             )
+        if replicas not in (None, scope.comm.replicas):
+            raise ValueError(
+                f"replicas={replicas} at rank {scope.comm.rank}, but the workers have joined as "
+                f"{counted(scope.comm.replicas, 'replicas')}: say it at the first start, "
+                "pyg_sar.launch(fn, n, replicas=R) or pyg_sar.init(replicas=R)"
+            )
         return scope.comm
     scope.generation += 1
-    scope.comm = _open(backend, timeout, target, parts, scope.generation)
+    scope.comm = _open(backend, timeout, target, parts, scope.generation, replicas or 1)
     return scope.comm
 
 
-def check_init(backend: str | None, timeout: float) -> None:
+def check_init(backend: str | None, timeout: float, replicas: int | None = None) -> None:
     """Raises ``ValueError`` on arguments of :func:`init` that make no sense."""
     if backend is not None and backend not in TRANSPORTS:
         raise ValueError(f"backend={backend!r} must be one of {', '.join(TRANSPORTS)}")
@@ -257,14 +311,34 @@ def check_init(backend: str | None, timeout: float) -> None:
         TRANSPORTS[backend].check()
     if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+    whole = isinstance(replicas, int) and not isinstance(replicas, bool)
+    if replicas is not None and not (whole and replicas >= 1):
+        raise ValueError(f"replicas={replicas!r} must be an integer of at least 1")
+
+
+def check_replicas(replicas: int, world: int, backend: str | None = None, who: str = "") -> None:
+    """Raises ``ValueError`` where so many workers can't be so many replicas."""
+    if replicas > 1 and backend is not None and not TRANSPORTS[backend].uses_store:
+        raise ValueError(f"replicas={replicas} need another backend than {backend!r}: 'gloo'")
+    if world % replicas:
+        raise ValueError(
+            f"replicas={replicas}{who}: {counted(world, 'workers')} can't be divided into so many "
+            "groups of equal size; start a multiple of replicas"
+        )
 
 
 def _open(
-    backend: str | None, timeout: float, device: torch.device | None, parts: bool, generation: int
+    backend: str | None,
+    timeout: float,
+    device: torch.device | None,
+    parts: bool,
+    generation: int,
+    replicas: int,
 ) -> Communicator:
     if backend is not None:
         TRANSPORTS[backend].check()
     if backend is not None and not TRANSPORTS[backend].uses_store:
+        check_replicas(replicas, replicas, backend)
         info = WorkerInfo(
             rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True
         )
@@ -273,6 +347,12 @@ def _open(
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = adopted() or read_environment()
     switch = read_switch()
+    if found is not None:
+        check_replicas(replicas, found.world_size, who=f" at rank {found.rank}")
+        if replicas > 1:
+            found = replace(found, parts=found.world_size // replicas)
+    else:
+        check_replicas(replicas, 1)
     if found is None or found.world_size == 1:
         if found is not None:
             device = place(found, backend, device).device
@@ -312,7 +392,7 @@ def _open(
         claim_rank(store, found.rank)
         group = dist.PrefixStore("group", shared)
         setting = Setting(info=found, store=group, timeout=timeout, device=device)
-        return _join(store, kind, setting, switch, watch, meet)
+        return _join(store, shared, kind, setting, switch, watch, meet)
     except BaseException as error:
         # A connection that broke: who was lost?
         named = isinstance(error, PygSarError) or not isinstance(error, RuntimeError)
@@ -331,6 +411,7 @@ def _open(
 
 def _join(
     store: AskedStore,
+    shared: dist.Store,
     kind: type[GroupTransport],
     setting: Setting,
     switch: str,
@@ -344,14 +425,24 @@ def _join(
         watch.serve_status(addresses_from(info.address))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
-    local_peers = meet_local_peers(store, info, everyone, switch, timeout, watch.check)
+    parts = info.parts or info.world_size
+    replica, part = divmod(info.rank, parts)
+    groups = [range(at, at + parts) for at in range(0, info.world_size, parts)]
+    members = groups[replica]
+    own = replace(info, rank=part, world_size=parts)
+    of_group = _asked(store, shared, f"replica {replica}") if info.parts else store
+    local_peers = meet_local_peers(
+        of_group, own, everyone[members.start : members.stop], switch, timeout, watch.check
+    )
+    if info.parts:
+        of_group.close()
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)  # Of this thread, too.
-    made: Future[GroupTransport] = Future()
+    made: Future[list[GroupTransport]] = Future()
 
     def make() -> None:
         try:
-            made.set_result(kind(setting))
+            made.set_result(_transports(kind, setting, groups))
         except BaseException as error:
             made.set_exception(error)
 
@@ -359,10 +450,39 @@ def _join(
     threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
     while not wait([made], 0.1).done:
         watch.check()
-    transport = made.result()
+    transports = made.result()
     # Who ended at once would close connections that others are still about to open.
     say(store, info.rank, info.world_size, "joined", True, "to join", timeout, watch.check)
-    return GroupCommunicator(transport, watch, timeout, local_peers)
+    if info.parts is None:
+        return GroupCommunicator(transports[0], watch, timeout, local_peers)
+    posts = Posts()
+    for transport in transports:
+        transport.posts = MemberPosts(posts, transport.members)
+    if parts == 1:
+        across = GroupCommunicator(transports[0], watch, timeout, posts=posts)
+        alone = LocalCommunicator(setting.device, timeout)
+        alone.place_among(across)
+        return alone
+    comm = GroupCommunicator(transports[0], watch, timeout, local_peers, posts)
+    comm.place_among(GroupCommunicator(transports[1], watch, timeout, main=comm))
+    return comm
+
+
+def _asked(store: AskedStore, shared: dist.Store, prefix: str) -> AskedStore:
+    """Returns the workers' store for some of them alone."""
+    return AskedStore(
+        lambda: dist.PrefixStore(prefix, shared), store.check_workers, store.hear, store.patience
+    )
+
+
+def _transports(
+    kind: type[GroupTransport], setting: Setting, groups: Sequence[Sequence[int]]
+) -> list[GroupTransport]:
+    """Opens what carries tensors within a replica, if it has several workers, and across them."""
+    if setting.info.parts is None:
+        return [kind(setting)]
+    axes = [groups, list(zip(*groups, strict=True))]
+    return [kind(replace(setting, groups=axis)) for axis in axes if len(axis[0]) > 1]
 
 
 def finalize() -> None:

@@ -30,10 +30,10 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch
 
-from pyg_sar.comm.group import check_init, current, finalize, is_open, join
+from pyg_sar.comm.group import check_init, check_replicas, current, finalize, is_open, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
-from pyg_sar.comm.messages import RESUME, is_consequence
+from pyg_sar.comm.messages import RESUME, is_consequence, place_in
 from pyg_sar.comm.processes import find_process
 from pyg_sar.comm.store import host_store
 from pyg_sar.comm.watch import HALTED, read_limits
@@ -55,6 +55,7 @@ def launch(
     num_workers: int,
     *args: Any,
     parts: int | None = None,
+    replicas: int | None = None,
     memory: int | str | None = None,
     store: str | os.PathLike[str] | None = None,
     backend: str | None = None,
@@ -76,6 +77,7 @@ def launch(
         num_workers: Number of workers.
         *args: Its arguments.
         parts: Parts of the graph, at least ``num_workers``. By default one for each worker.
+        replicas: As for :func:`pyg_sar.init`: ``num_workers`` is a multiple of it.
         memory: Bytes that each worker process may take beyond its start, a number or a text like
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
             with ``store`` four fifths of the host's free memory, divided by its workers.
@@ -99,14 +101,16 @@ def launch(
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
     """
     _check(fn, num_workers, threads_per_worker, env)
-    check_init(backend, timeout)
+    check_init(backend, timeout, replicas)
+    check_replicas(replicas or 1, num_workers, backend, who=" of launch()")
+    _check_hosting(parts, replicas or 1)
     hosting = Hosting.of(parts, memory, store)
     if store != PINNED:
         check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     task = _pack((fn, args), "fn or an argument", -1)
-    work = _pack((task, backend, timeout, hosting), "the task", -1)
+    work = _pack((task, backend, timeout, hosting, replicas), "the task", -1)
     meeting_place = host_store("127.0.0.1", 0)
     common = _environment(num_workers, meeting_place.port, threads_per_worker, env)
     if hosting is not None:  # MKL would keep a megabyte and more for each thread, so of each part.
@@ -115,6 +119,7 @@ def launch(
     try:
         for rank in range(num_workers):
             workers.append(_Worker.start(rank, common))
+            workers[-1].place = place_in(rank, num_workers // replicas if replicas else None)
         for worker in workers:  # Beside each other: one that was stopped keeps nobody waiting.
             threading.Thread(target=worker.give, args=(work,), daemon=True).start()
         results = _collect(workers)
@@ -168,6 +173,7 @@ def run(
     comm = join(backend, timeout, device, hosting is not None)
     if hosting is None:
         return [fn(*args)]
+    _check_hosting(parts, comm.replicas)
     check_parts(hosting.parts, comm.world_size, comm.backend)
     try:
         return host_parts(fn, args, hosting, comm)
@@ -189,6 +195,14 @@ def _check(fn: Any, num_workers: Any, threads_per_worker: Any, env: Any) -> None
         and all(isinstance(text, str) for row in env.items() for text in row)
     ):
         raise TypeError(f"env={env!r} must be a mapping of texts to texts, {{'NAME': 'value'}}")
+
+
+def _check_hosting(parts: int | None, replicas: int) -> None:
+    if parts is not None and replicas > 1:
+        raise ValueError(
+            f"parts={parts}, replicas={replicas}: workers of replicas don't host several parts. "
+            "Leave 'parts' out, and start replicas times as many workers as the graph has parts"
+        )
 
 
 def _check_function(fn: Any) -> None:
@@ -285,6 +299,7 @@ class _Worker:
     pipe: Connection
     failure: WorkerError | None = None
     consequence: bool = False
+    place: str = ""
     finished: bool = False
     result: Any = None
     stopped: float | None = None
@@ -341,7 +356,7 @@ class _Worker:
             return
         self.stopped = self.stopped or time.monotonic()
         if time.monotonic() - self.stopped > limit:
-            text = f"Rank {self.rank} was lost: {HALTED}. {RESUME}"
+            text = f"Rank {self.rank}{self.place} was lost: {HALTED}. {RESUME}"
             self.failure, self.finished = LostWorkerError(text, rank=self.rank), True
 
     def _lost(self) -> LostWorkerError:
@@ -352,7 +367,8 @@ class _Worker:
             how = f"was killed by {signal.Signals(-code).name} (signal {-code})"
         else:
             how = f"ended with exit code {code} before it returned a result"
-        return LostWorkerError(f"Rank {self.rank} was lost: it {how}. {RESUME}", rank=self.rank)
+        who = f"Rank {self.rank}{self.place}"
+        return LostWorkerError(f"{who} was lost: it {how}. {RESUME}", rank=self.rank)
 
     def _wait(self, seconds: float) -> int | None:
         try:
@@ -420,7 +436,7 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        task, backend, timeout, hosting = cloudpickle.loads(pipe.recv_bytes())
+        task, backend, timeout, hosting, replicas = cloudpickle.loads(pipe.recv_bytes())
         if hosting is None:
             fn, args = cloudpickle.loads(task)
         # What is imported by now stays: going through it time and again takes a second.
@@ -428,7 +444,7 @@ def _worker_main(descriptor: int) -> None:
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
-        comm = join(backend, timeout, device, hosting is not None)
+        comm = join(backend, timeout, device, hosting is not None, replicas)
         result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()
@@ -440,8 +456,9 @@ def _worker_main(descriptor: int) -> None:
             part = rank
         if isinstance(error, bdb.BdbQuit):
             error = _no_terminal(error)
-        current().report(error, part)
-        pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
+        comm = current()
+        comm.report(error, part)
+        pipe.send_bytes(_pack(("failure", *_describe(error, rank, comm.place)), "the error", rank))
         _flush()
         # The ordinary end would wait for what hangs in the backend.
         os._exit(1)
@@ -470,13 +487,13 @@ def _end_with_parent(pipe: Connection) -> None:
         os._exit(1)
 
 
-def _describe(error: BaseException, rank: int) -> tuple[WorkerError, bool]:
+def _describe(error: BaseException, rank: int, place: str = "") -> tuple[WorkerError, bool]:
     """Returns the error for the parent, and whether it only follows from another rank's."""
     text = "".join(traceback.format_exception(error))
     consequence = is_consequence(error, rank)
     if isinstance(error, WorkerError) and consequence:
         return type(error)(str(error), rank=error.rank, traceback=text), True
-    message = f"Rank {rank} failed: {type(error).__name__}: {error}\n\n{text}"
+    message = f"Rank {rank}{place} failed: {type(error).__name__}: {error}\n\n{text}"
     return WorkerError(message, rank=rank, traceback=text), consequence
 
 

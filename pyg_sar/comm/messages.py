@@ -234,6 +234,27 @@ class Posts:
         return State(wait_number, doing, waits if wait_number == self.wait_number else (), posted)
 
 
+class MemberPosts(Posts):
+    """Notes what is posted within a group of some of the workers.
+
+    Args:
+        everyone: Where it is noted, by the ranks among all workers.
+        members: Those of the group's ranks.
+    """
+
+    def __init__(self, everyone: Posts, members: Sequence[int]) -> None:
+        self.everyone, self.members = everyone, members
+
+    def note(self, channel: str, peer: int, name: str) -> Post:
+        return self.everyone.note(channel, self.members[peer], name)
+
+    @contextmanager
+    def waiting(self, messages: Sequence[tuple[str, int, str]]) -> Iterator[Sequence[Post]]:
+        renamed = [(way, self.members[peer], name) for way, peer, name in messages]
+        with self.everyone.waiting(renamed) as posts:
+            yield posts
+
+
 def to_text(state: State) -> str:
     """Returns a state as JSON."""
     posted = [[*key, *value] for key, value in state.posted.items()]
@@ -307,6 +328,17 @@ RESUME = (
     "checkpoint (pyg_sar.train.load_checkpoint)."
 )
 
+
+def place_in(rank: int, parts: int | None) -> str:
+    """Returns where a rank among all workers stands: ``' (replica 1, part 0)'``.
+
+    Args:
+        rank: The rank.
+        parts: How many workers a replica has; ``None``, and no text: there is one replica.
+    """
+    return "" if parts is None else f" (replica {rank // parts}, part {rank % parts})"
+
+
 LAUNCHER = -1  # The "rank" of the process that started the workers.
 
 OnFailure = Callable[[PygSarError], None]
@@ -369,14 +401,21 @@ def unmatched(error: MismatchError, by: int) -> dict[str, Any]:
     return {"kind": "mismatch", "rank": by, "how": str(error)}
 
 
-def to_error(record: Mapping[str, Any], me: int) -> PygSarError:
-    """Returns the error to raise on rank ``me`` for a failure record."""
+def to_error(record: Mapping[str, Any], me: int, parts: int | None = None) -> PygSarError:
+    """Returns the error to raise on rank ``me`` for a failure record.
+
+    Args:
+        record: The record.
+        me: A rank among all workers.
+        parts: How many workers a replica has, where there are several replicas.
+    """
     rank, how = record["rank"], record["how"]
     if record["kind"] == "mismatch":
         return MismatchError(how)
     if record["kind"] == "error":
-        return WorkerError(f"Rank {rank} failed, which ends rank {me} as well: {how}", rank=rank)
-    who = "The launcher" if rank == LAUNCHER else f"Rank {rank}"
+        who = f"Rank {rank}{place_in(rank, parts)}"
+        return WorkerError(f"{who} failed, which ends rank {me} as well: {how}", rank=rank)
+    who = "The launcher" if rank == LAUNCHER else f"Rank {rank}{place_in(rank, parts)}"
     seen = f"noticed by rank {record['by']} during: {record['doing']}"
     return LostWorkerError(f"{who} was lost: {how} ({seen}). {RESUME}", rank=rank)
 

@@ -166,7 +166,7 @@ class StoreWatch(Heartbeats, Watch):
                 if record["kind"] != "error" or record["rank"] != self.rank:
                     with self._lock:
                         on_failure = self._on_failure
-                        self._told = to_error(record, self.rank)
+                        self._told = self._to_error(record)
                     on_failure(self._told)
                 break
             if self._stop.wait(BEAT):
@@ -360,7 +360,10 @@ class StoreWatch(Heartbeats, Watch):
                 self._acknowledge()
                 return reason
         self._acknowledge()
-        return to_error(record, self.rank)
+        return self._to_error(record)
+
+    def _to_error(self, record: Mapping[str, Any]) -> PygSarError:
+        return to_error(record, self.rank, self.info.parts)
 
     def _tell(self, error: BaseException, doing: str) -> PygSarError:
         return PygSarError(
@@ -385,7 +388,7 @@ class StoreWatch(Heartbeats, Watch):
         while True:
             record = self._poll() or self._suspect(self._progress().doing)
             if record is not None:
-                return to_error(self._publish(record), self.rank)
+                return self._to_error(self._publish(record))
             if time.monotonic() > end:
                 return None
             time.sleep(0.02)

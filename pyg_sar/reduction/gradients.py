@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
+from pyg_sar.ledger import Label
 from pyg_sar.reduction.parameters import LIMBS, differ, marks, reconcile
 
-_LABEL = ("", "backward", "gradient sum")
+_LABEL: Label = ("", "backward", "gradient sum")
 
 
 def post_totals(
@@ -19,6 +20,7 @@ def post_totals(
     own: Sequence[Tensor | None],
     comm: Communicator,
     settings: Sequence[str] = (),
+    label: Label = _LABEL,
 ) -> Callable[[], dict[int, Tensor]]:
     """Begins to sum gradients over the workers, in one message per dtype.
 
@@ -29,6 +31,7 @@ def post_totals(
         own: The gradients that count here, ``None`` in the places of the others.
         comm: The communicator.
         settings: Of the model's layers, to compare.
+        label: (layer, phase, kind) for the ledgers.
 
     Returns:
         Waits for the sums and returns them by ``id(parameter)``, for those parameters to which
@@ -45,7 +48,7 @@ def post_totals(
         present = parts[0].new_tensor([float(gradient is not None) for _, gradient in group])
         ours = marks([p for p, _ in group], comm, present, settings)
         flat = torch.cat([*(part.reshape(-1) for part in parts), present, ours])
-        posted.append((group, flat, comm.all_reduce_async(flat, label=_LABEL)))
+        posted.append((group, flat, comm.all_reduce_async(flat, label=label)))
 
     def arrive() -> dict[int, Tensor]:
         totals: dict[int, Tensor] = {}

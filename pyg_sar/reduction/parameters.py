@@ -87,7 +87,7 @@ def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
 LIMBS = 8
 _REPLICAS: Label = ("", "", "replicas")
 _ROUNDING = 4  # units in the last place of a tensor's largest value
-_LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "verbose"})
+_LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "replica", "verbose"})
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -136,8 +136,9 @@ def reconcile(
                 "torch.manual_seed() alike on all workers, and draw nothing on some of them alone"
             )
         raise ValueError(
-            f"A layer's attribute differs between the workers: '{here}' at rank {rank}, '{first}' "
-            f"at rank 0 (this is rank {comm.rank}). Change it alike on every worker"
+            f"A layer's attribute differs between the {comm.members}: '{here}' at {comm.member} "
+            f"{rank}, '{first}' at {comm.member} 0 (this is {comm.member} {comm.rank}). Change it "
+            "alike on every worker"
         )
     own = [int(_checksum(tensor)) for _, tensor in named]
     everyone = comm.all_gather_object(own)
@@ -154,8 +155,9 @@ def reconcile(
         size = float(torch.maximum(low.abs(), high.abs()).max())
         if exact or not gap <= _ROUNDING * torch.finfo(value.dtype).eps * size:
             raise ValueError(
-                f"'{name}' differs between the workers: ranks {ranks} hold other values than rank "
-                f"0 (by up to {gap:.3g}; this is rank {comm.rank}). All workers must start from "
+                f"'{name}' differs between the {comm.members}: {comm.member}s {ranks} hold other "
+                f"values than {comm.member} 0 (by up to {gap:.3g}; this is {comm.member} "
+                f"{comm.rank}). All workers must start from "
                 "the same values and take the same steps: give every worker's optimizer the same "
                 "settings, and call load_state_dict() on all of them, or before distribute()"
             )

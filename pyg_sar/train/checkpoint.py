@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import check_path, replace_file, save_tensors
-from pyg_sar.reduction.parameters import check_replicas
+from pyg_sar.reduction.parameters import check_replicas, check_tensors, shared_names
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.wording import Shown, counted
 
@@ -84,9 +84,9 @@ def save_checkpoint(
 ) -> None:
     """Saves model, optimizer and every worker's random state. Collective: all workers call it.
 
-    Rank 0 writes to a hidden file beside ``path``, flushes it to disk and renames it; the call
-    returns on every worker once the file is there. Runs that save under one name don't disturb each
-    other: the last one stays.
+    Rank 0 (of replica 0, whose buffers are saved) writes to a hidden file beside ``path``, flushes
+    it to disk and renames it; the call returns on every worker once the file is there. Runs that
+    save under one name don't disturb each other: the last one stays.
 
     Args:
         path: The file. Its folder must exist on rank 0's host.
@@ -99,14 +99,17 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every worker, when rank 0 cannot write, or ``state`` is not JSON.
-        ValueError: on every worker, when parameters or buffers differ between them.
+        ValueError: on every worker, when parameters or buffers differ between them (buffers:
+            between those of a replica).
     """
     comm = comm or current()
     check_replicas(model, comm)
+    if comm.across is not None:
+        check_tensors(shared_names(model), [], comm.across)
     random_states = _gather_random_states(comm)
     content, problem = _Content(), None
     try:
-        content = _collect(model, optimizer, state or {}, tensors or {}, comm.world_size)
+        content = _collect(model, optimizer, state or {}, tensors or {}, comm)
     except TypeError as error:
         problem = f"Cannot write the checkpoint {os.fspath(path)!r}: {error}"
     _raise_everywhere(comm, problem)
@@ -114,7 +117,7 @@ def save_checkpoint(
         content.tensors = gather_rows(content.tensors, comm)
     except ValueError as error:
         raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
-    if comm.rank == 0:
+    if comm.rank == comm.replica == 0:
         try:
             content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
             _write(Path(path), content)
@@ -164,7 +167,7 @@ def load_checkpoint(
         content = _read(Path(path))
         _check(content, model, optimizer, weights)
         if restore:
-            _check_random_states(content, comm.world_size)
+            _check_random_states(content, comm)
     except CheckpointError as error:
         problem = _not_loaded(path, error)
     _raise_everywhere(comm, problem)
@@ -175,7 +178,8 @@ def load_checkpoint(
     if optimizer is not None:
         _load_optimizer(content, optimizer)
     if restore:
-        _set_random_states(comm, content.group("random"))
+        replicas = content.header.get("replicas", 1)
+        _set_random_states(comm, content.group("random"), replicas)
     comm.barrier()
     return _described(content)
 
@@ -217,17 +221,24 @@ def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
     return f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
 
 
+def _from_all(comm: Communicator, value: str | None) -> list[str | None]:
+    """Returns what every worker says, replica by replica, in the order of ranks."""
+    found: list[str | None] = comm.all_gather_object(value)
+    replicas = [found] if comm.across is None else comm.across.all_gather_object(found)
+    return [said for replica in replicas for said in replica]
+
+
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
     """Raises a problem of any worker on all of them. See [Note: all or none]."""
-    problems = comm.all_gather_object(problem)
+    problems = _from_all(comm, problem)
     for rank, text in enumerate(problems):
         if text is not None:
-            everywhere = problems.count(text) == comm.world_size
+            everywhere = problems.count(text) == len(problems)
             raise CheckpointError(text if everywhere else f"{text} (rank {rank})")
 
 
 def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: str) -> None:
-    digests = comm.all_gather_object(digest)
+    digests = _from_all(comm, digest)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise CheckpointError(
@@ -240,29 +251,45 @@ def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: s
 
 
 def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
-    """Returns every worker's generator states, ``{device type: uint8 [world_size, bytes]}``."""
+    """Returns every worker's generator states, ``{device type: uint8 [R * world_size, bytes]}``.
+
+    Those of R replicas, one after the other.
+    """
     states = {"cpu": torch.get_rng_state()}
     if comm.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(comm.device)
-    return {
-        name: torch.stack([s.cpu() for s in comm.all_gather(state.to(comm.device), label=_LABEL)])
-        for name, state in states.items()
-    }
+    found = {}
+    for name, state in states.items():
+        own = torch.stack(comm.all_gather(state.to(comm.device), label=_LABEL))
+        everyone = [own] if comm.across is None else comm.across.all_gather(own, label=_LABEL)
+        found[name] = torch.cat(everyone).cpu()
+    return found
 
 
-def _set_random_states(comm: Communicator, states: dict[str, Tensor]) -> None:
-    # All ranks' are one where there are more ranks than there were.
-    mine = {name: state[comm.rank % len(state)].clone() for name, state in states.items()}
+def _set_random_states(comm: Communicator, states: dict[str, Tensor], replicas: int) -> None:
+    # All ranks' are one where there are more ranks than there were, and so with replicas.
+    mine = {}
+    for name, state in states.items():
+        by_replica = state.view(replicas, -1, state.size(1))
+        own = by_replica[comm.replica % replicas]
+        mine[name] = own[comm.rank % len(own)].clone()
     torch.set_rng_state(mine["cpu"])
     if comm.device.type == "cuda" and "cuda" in mine:
         torch.cuda.set_rng_state(mine["cuda"], comm.device)
 
 
-def _check_random_states(content: _Content, world_size: int) -> None:
-    """Raises where another number of ranks had a random state each."""
-    written_by = content.header["world_size"]
-    states = content.group("random")
-    if written_by != world_size and any(bool((s != s[:1]).any()) for s in states.values()):
+def _check_random_states(content: _Content, comm: Communicator) -> None:
+    """Raises where another number of ranks, or replicas, had a random state each."""
+    written_by, world_size = content.header["world_size"], comm.world_size
+    replicas = content.header.get("replicas", 1)
+    states = [s.view(replicas, -1, s.size(1)) for s in content.group("random").values()]
+    if replicas != comm.replicas and any(bool((s != s[:1]).any()) for s in states):
+        raise CheckpointError(
+            f"it was written by {counted(replicas, 'replicas')} with different random states, this "
+            f"run has {comm.replicas}: start as many, load the model alone, or pass "
+            "restore_rng=False"
+        )
+    if written_by != world_size and any(bool((s != s[:, :1]).any()) for s in states):
         raise CheckpointError(
             f"it was written by {counted(written_by, 'ranks')} with different random states, this "
             f"run has {world_size}: start workers that host {counted(written_by, 'parts')}, load "
@@ -278,9 +305,10 @@ def _collect(
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     extra: Mapping[str, Tensor],
-    world_size: int,
+    comm: Communicator,
 ) -> _Content:
-    content = _Content(header={"format": _FORMAT, "version": _VERSION, "world_size": world_size})
+    content = _Content(header={"format": _FORMAT, "version": _VERSION})
+    content.header |= {"world_size": comm.world_size, "replicas": comm.replicas}
     content.header["state"] = dict(state)
     content.tensors |= {f"extra/{name}": tensor for name, tensor in extra.items()}
     for name, tensor in model.state_dict().items():
@@ -377,8 +405,8 @@ def _read(path: Path) -> _Content:
 
 def _check_header(header: Mapping[str, Any]) -> None:
     """Raises where a field is of another type: a checksum does not tell who wrote a file."""
-    fields = dict(header)
-    kinds: dict[str, Any] = {"state": dict, "world_size": int}
+    fields = {"replicas": 1, **header}  # Older files don't say how many replicas wrote them.
+    kinds: dict[str, Any] = {"state": dict, "world_size": int, "replicas": int}
     if "optimizer" in header:
         kinds["optimizer"] = dict
         fields |= {f"optimizer.{k}": v for k, v in _items(header["optimizer"])}

@@ -163,6 +163,12 @@ class Trainer:
         self.data = data
         self.config = config or TrainConfig()
         self.comm = comm or current()
+        if self.comm.replicas > 1:
+            raise ValueError(
+                f"Trainer trains on one graph, and this is replica {self.comm.replica} of "
+                f"{self.comm.replicas}: write the loop over a replica's samples yourself "
+                "(docs/training.md), or start with one replica"
+            )
         self.forward = forward
         self.callbacks = list(callbacks)
         self.objective = Objective(loss, self.config.label_smoothing)

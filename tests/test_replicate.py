@@ -1,0 +1,504 @@
+"""Replicas: groups of workers that train one model on samples of their own.
+
+The oracle is what ``DistributedDataParallel`` computes, by one process: it runs the replicas'
+samples one after the other and averages the gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DistributedSampler
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, BatchNorm, GATConv, SAGEConv
+
+import pyg_sar
+from pyg_sar.comm import finalize
+from pyg_sar.errors import CheckpointError, LostWorkerError, PygSarError, WorkerError
+from pyg_sar.reduction.parameters import LIMBS
+from pyg_sar.train import load_checkpoint, save_checkpoint
+
+SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (3, 1)]
+SAMPLES = 6
+LIMIT = 0.02
+
+
+class Net(torch.nn.Module):
+    """Layers, a norm, a head that odd samples leave out, and a scale that is used elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), GATConv(8, OUT)])
+        self.norm = BatchNorm(8)
+        self.head = torch.nn.Linear(OUT, OUT)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, OUT))
+        self.again: bool | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor, odd: int = 0) -> Tensor:
+        x = self.norm(self.convs[0](x, edge_index).tanh())
+        if self.again is None:
+            x = self.convs[1](x, edge_index)
+        else:
+            x = checkpoint(self.convs[1], x, edge_index, use_reentrant=self.again)
+        x = x.tanh() * self.scale + self.convs[1].bias.sin()
+        return x if odd else self.head(x)
+
+
+def loss_of(model: Any, data: Any, k: int) -> Tensor:
+    out = model(data.x, data.edge_index, k % 2)
+    return node_losses(out).mean() + 0.1 * model.scale.square().sum()
+
+
+# Trainings: what each backward pass is of, and what is done with the gradients ##############
+
+
+def sgd(model: Any, backward: Callable[..., None]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for k in range(3):
+        optimizer.zero_grad()
+        backward(k)
+        optimizer.step()
+
+
+def accumulated_and_clipped(model: Any, backward: Callable[..., None]) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for k in range(2):
+        optimizer.zero_grad(set_to_none=k == 0)
+        backward(k, 0.5)
+        backward(k + 1, 0.5)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+
+
+def hooked(model: Any, backward: Callable[..., None]) -> None:
+    """A hook that is not linear, on the gradient of each sample; one that is frozen, and thawed."""
+    handles = [p.register_hook(lambda g: g.clamp(-LIMIT, LIMIT)) for p in model.parameters()]
+    backward(0)
+    for handle in handles:
+        handle.remove()
+    model.head.weight.requires_grad_(False)
+    backward(1)
+    model.head.weight.requires_grad_(True)
+    model.head.bias = torch.nn.Parameter(model.head.bias.detach().clone())
+    backward(2)
+
+
+def line_search(model: Any, backward: Callable[..., Tensor]) -> None:
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return backward(0)
+
+    optimizer.step(closure)
+
+
+def checkpointed(model: Any, backward: Callable[..., Tensor]) -> None:
+    """A layer that is computed again, in the pass itself or in one of its own within it."""
+    for model.again in (False, True):
+        backward(0)
+
+
+RUNS = (sgd, accumulated_and_clipped, hooked, line_search, checkpointed)
+
+
+def state(model: Any) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for name, p in model.named_parameters():
+        found[name] = p.detach().clone()
+        found[f"{name}.grad"] = None if p.grad is None else p.grad.clone()
+    return {**found, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+def made() -> Any:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+class OneProcess:
+    """Runs the samples of all replicas, each with its own buffers, and averages the gradients."""
+
+    def __init__(self, samples: list[Data], replicas: int) -> None:
+        self.samples, self.replicas, self.model = samples, replicas, made()
+        self.buffers = [[b.clone() for b in self.model.buffers()] for _ in range(replicas)]
+
+    def backward(self, k: int, factor: float = 1.0) -> Tensor:
+        before = [(p, p.grad) for p in self.model.parameters()]
+        found: list[list[Tensor]] = [[] for _ in before]
+        losses = []
+        for r in range(self.replicas):
+            self.use_buffers(r)
+            self.model.zero_grad()
+            sample = self.samples[k * self.replicas % len(self.samples) + r]
+            loss = loss_of(self.model, sample, k + r) * factor
+            loss.backward()
+            losses.append(loss.detach())
+            for own, (p, _) in zip(found, before, strict=True):
+                own += [] if p.grad is None else [p.grad]
+            for kept, buffer in zip(self.buffers[r], self.model.buffers(), strict=True):
+                kept.copy_(buffer)
+        for own, (p, grad) in zip(found, before, strict=True):
+            mean = [torch.stack(own).sum(0) / self.replicas] if own else []
+            terms = mean if grad is None else [grad, *mean]
+            p.grad = torch.stack(terms).sum(0) if terms else None
+        return torch.stack(losses).mean()
+
+    def use_buffers(self, r: int) -> None:
+        for kept, buffer in zip(self.buffers[r], self.model.buffers(), strict=True):
+            buffer.copy_(kept)
+
+
+def in_a_worker(roots: list[Path], run: Any) -> tuple[int, dict[str, Tensor | None]]:
+    comm = pyg_sar.init()
+    order = list(DistributedSampler(roots, comm.replicas, comm.replica, shuffle=False))
+    model = pyg_sar.distribute(made())
+
+    def backward(k: int, factor: float = 1.0) -> Tensor:
+        data = pyg_sar.load_partition(roots[order[k % len(order)]])
+        loss = loss_of(model, data, k + comm.replica) * factor
+        loss.backward()
+        return comm.average(loss)
+
+    run(model, backward)
+    return comm.replica, state(model)
+
+
+def train(roots: list[Path]) -> list[tuple[int, dict[str, Tensor | None]]]:
+    return [in_a_worker(roots, run) for run in RUNS]
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Data]:
+    return [make_graph(20 + 3 * k, 60 + 10 * k, seed=k) for k in range(SAMPLES)]
+
+
+@pytest.fixture(scope="module")
+def folders(samples: list[Data], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("samples")
+
+    def write(parts: int) -> list[Path]:
+        roots = [folder / f"{parts}-{k}" for k in range(SAMPLES)]
+        for data, root in zip(samples, roots, strict=True):
+            if not root.exists():
+                pyg_sar.write_partitions(data, parts, root, "random")
+        return roots
+
+    return write
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replicas_train_as_one_process_that_averages(shape, samples, folders):
+    replicas, parts = shape
+    given = train, replicas * parts, folders(parts)
+    workers = pyg_sar.launch(*given, replicas=replicas, timeout=60.0)
+    for k, run in enumerate(RUNS):
+        oracle = OneProcess(samples, replicas)
+        run(oracle.model, oracle.backward)
+        for rank, worker in enumerate(workers):
+            replica, found = worker[k]
+            assert replica == rank // parts
+            oracle.use_buffers(replica)
+            expected = state(oracle.model)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert error(found[name], value) <= TOLERANCE, (run.__name__, rank, name)
+
+
+def overlapping(roots: list[Path]) -> Any:
+    """Two models, of which one is distributed again with its parts, and a copy."""
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(roots[comm.replica])
+    model, decoder = pyg_sar.distribute(made()), torch.nn.Linear(OUT, 1).double()
+    pyg_sar.distribute(decoder)
+    pyg_sar.distribute(model.head)
+    copied = copy.deepcopy(pyg_sar.distribute(model))
+    for one in (model, copied):
+        decoder(one(data.x, data.edge_index)).square().mean().backward()
+    return [[p.grad for p in one.parameters()] for one in (model, copied, decoder)]
+
+
+def test_models_that_share_parameters_and_copies(samples, folders):
+    first, *others = pyg_sar.launch(overlapping, 4, folders(2), replicas=2, timeout=60.0)
+    model, decoder = made(), torch.nn.Linear(OUT, 1).double()
+    losses = [decoder(model(d.x, d.edge_index)).square().mean() for d in samples[:2]]
+    sum(losses).div(2).backward()  # type: ignore[union-attr]
+    for found in (first, *others):
+        for own, one, times in zip(found, (model, model, decoder), (1, 1, 2), strict=True):
+            for gradient, p in zip(own, one.parameters(), strict=True):
+                expected = None if p.grad is None else p.grad * times
+                assert error(gradient, expected) <= TOLERANCE
+
+
+def as_documented(roots: list[Path], code: str) -> Any:
+    printed: list[float] = []
+    names = {"pyg_sar": pyg_sar, "torch": torch, "F": F, "GAT": GAT, "roots": roots}
+    exec(code, {**names, "DistributedSampler": DistributedSampler, "print": printed.append})
+    return printed
+
+
+def test_the_documented_loop(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*DistributedSampler.*?)```", text, re.DOTALL)
+    roots = [tmp_path / name for name in "abc"]
+    for root in roots:
+        data = make_graph(20, 60, dtype=torch.float32)
+        data.x = torch.randn(20, 16)
+        pyg_sar.write_partitions(data, 2, root, "random")
+    first, *others = pyg_sar.launch(as_documented, 4, roots, code, replicas=2, timeout=60.0)
+    assert len(first) == 10 and first[-1] < first[0]
+    assert all(found == first for found in others)
+
+
+# Messages, and what is refused ##############################################
+
+
+def one_message(roots: list[Path]) -> Any:
+    comm = pyg_sar.init(replicas=2)
+    model = pyg_sar.distribute(made())
+    with pyg_sar.Ledger(comm) as ledger:
+        loss_of(model, pyg_sar.load_partition(roots[comm.replica]), 0).backward()
+    counts = {n for (label, _, _), n in ledger._messages.items() if label[2] == "gradient average"}
+    return counts, ledger.sent_bytes(kind="gradient average")
+
+
+def test_one_message_averages_all_gradients(folders):
+    given = one_message, 4, folders(2)
+    numbers = sum(p.numel() + 1 for p in made().parameters()) + 2 * LIMBS
+    for counts, size in pyg_sar.launch(*given, replicas=2, timeout=60.0):
+        assert (counts, size) == ({1}, 8 * numbers)
+
+
+def refused(roots: list[Path]) -> list[str]:
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(roots[comm.replica])
+    found = []
+
+    def catch(action: Callable[[Any], Any]) -> None:
+        model = pyg_sar.distribute(made())
+        with pytest.raises((TypeError, ValueError)) as error:
+            action(model)
+        found.append(str(error.value))
+
+    def loss(model: Any) -> Tensor:
+        return loss_of(model, data, 0)
+
+    def with_hook(model: Any) -> None:
+        model.scale.register_post_accumulate_grad_hook(print)
+        loss(model).backward()
+
+    def with_others(model: Any) -> None:
+        others = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
+        functional_call(model, others, (data.x, data.edge_index)).sum().backward()
+
+    def unlike(model: Any) -> None:
+        with torch.no_grad():
+            model.scale += comm.replica
+        loss(model).backward()
+
+    def made_otherwise(_: Any) -> None:
+        pyg_sar.distribute(SAGEConv(CHANNELS, 3 + comm.replica))
+
+    def sparse(_: Any) -> None:
+        model = pyg_sar.distribute(torch.nn.Embedding(3, 2, sparse=True))
+        model(torch.tensor([1])).sum().backward()
+
+    catch(lambda model: torch.autograd.grad(loss(model), [model.scale]))
+    catch(lambda model: loss(model).backward(create_graph=True))
+    catch(with_hook)
+    catch(with_others)
+    catch(unlike)
+    catch(made_otherwise)
+    catch(sparse)
+    catch(lambda _: pyg_sar.distribute(torch.nn.SyncBatchNorm(3)))
+    catch(lambda _: pyg_sar.distribute(pyg_sar.nn.NodeEmbedding(data.num_nodes, 2)))
+    catch(lambda model: pyg_sar.Trainer(model, data))
+    catch(lambda _: pyg_sar.init(replicas=4))
+    catch(lambda _: pyg_sar.run(print, parts=4))
+    catch(lambda _: comm.average(torch.tensor(1)))
+    return found
+
+
+MESSAGES = (
+    "grad() was asked for the gradient of 'scale' at replica",
+    "has a graph at replica",
+    "'scale' has a hook by register_post_accumulate_grad_hook() at replica",
+    "reached parameters that the model doesn't train",
+    "'scale' differs between the replicas: replicas [1] hold other values than replica 0",
+    "at replica 1, '",
+    "is sparse at replica",
+    "'' (SyncBatchNorm) takes statistics over the rows of all replicas",
+    "'weight' has a row per node at replica",
+    "Trainer trains on one graph, and this is replica",
+    "replicas=4 at rank",
+    "parts=4, replicas=2",
+    "floating-point",
+)
+
+
+def test_what_can_not_be_averaged_is_refused_by_name(samples, tmp_path):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:  # Graphs of one size, or the models of NodeEmbedding would differ.
+        pyg_sar.write_partitions(samples[0], 2, root, "random")
+    for found in pyg_sar.launch(refused, 4, roots, replicas=2, timeout=60.0):
+        assert len(found) == len(MESSAGES)
+        for text, message in zip(found, MESSAGES, strict=True):
+            assert message in text
+
+
+def with_lightning() -> None:
+    from pyg_sar.lightning import SARStrategy
+
+    with pytest.raises(ValueError, match="SARStrategy trains on one graph, and this is replica"):
+        SARStrategy()
+
+
+def test_lightning_is_refused():
+    pytest.importorskip("lightning")
+    pyg_sar.launch(with_lightning, 2, replicas=2, timeout=60.0)
+
+
+# How replicas start ###########################################################
+
+
+def by_mesh() -> Any:
+    world = pyg_sar.comm.current()
+    assert (world.replica, world.replicas, world.across, world.place) == (0, 1, None, "")
+    finalize()
+    with pytest.raises(ValueError, match="replicas=3 at rank .: 4 workers can't be divided"):
+        pyg_sar.init(replicas=3)
+    names = ("replicate", "part")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    for wrong in (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=names[::-1]),
+        init_device_mesh("cpu", (4,)),
+    ):
+        with pytest.raises(ValueError, match="must have the dimensions"):
+            pyg_sar.init(mesh=wrong)
+    with pytest.raises(ValueError, match="replicas=4, but the mesh has 2"):
+        pyg_sar.init(mesh=mesh, replicas=4)
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        pyg_sar.init(mesh=(2, 2))
+    comm = pyg_sar.init(mesh=mesh, timeout=60.0)
+    assert pyg_sar.init() is pyg_sar.init(mesh=mesh) is comm
+    return comm.replica, comm.rank, comm.all_gather_object(comm.place)
+
+
+def test_replicas_of_a_device_mesh():
+    found = pyg_sar.launch(by_mesh, 4, timeout=60.0)
+    assert [(r, p) for r, p, _ in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert found[3][2] == [" (replica 1, part 0)", " (replica 1, part 1)"]
+
+
+def test_numbers_of_replicas_that_make_no_sense():
+    for given, message in (
+        ({"replicas": 0}, "replicas=0 must be an integer of at least 1"),
+        ({"replicas": 2}, "replicas=2 of launch.*3 workers can't be divided"),
+        ({"replicas": 3, "parts": 6}, "parts=6, replicas=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pyg_sar.launch(print, 3, **given)
+    with pytest.raises(ValueError, match="1 workers? can't be divided"):
+        pyg_sar.init(replicas=2)
+
+
+def differing(folder: Path) -> None:
+    rank = pyg_sar.comm.current().rank
+    finalize()
+    pyg_sar.init(replicas=1 if rank else 2, timeout=30.0)
+
+
+def fails(folder: Path, how: str) -> None:
+    comm = pyg_sar.comm.current()
+    rank = comm.replica * comm.world_size + comm.rank
+    if rank == 2 and how == "raises":
+        raise KeyError("in a sample")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.barrier()
+        comm.average(torch.ones(1))
+    except PygSarError as error:
+        (folder / f"{how}{rank}").write_text(str(error))
+        raise
+
+
+def test_faults_name_replica_and_part(tmp_path):
+    with pytest.raises(WorkerError, match="replicas: rank . wants"):
+        pyg_sar.launch(differing, 2, tmp_path, timeout=60.0)
+    with pytest.raises(WorkerError, match=r"Rank 2 \(replica 1, part 0\) failed: KeyError"):
+        pyg_sar.launch(fails, 4, tmp_path, "raises", replicas=2, timeout=60.0)
+    with pytest.raises(LostWorkerError, match=r"Rank 2 \(replica 1, part 0\) was lost"):
+        pyg_sar.launch(fails, 4, tmp_path, "killed", replicas=2, timeout=60.0)
+    told = [path.read_text() for path in tmp_path.iterdir()]
+    assert told and all("Rank 2 (replica 1, part 0)" in text for text in told)
+
+
+# Checkpoints ##################################################################
+
+
+def steps(model: Any, backward: Any, optimizer: Any, ks: range) -> None:
+    for k in ks:
+        optimizer.zero_grad()
+        backward(k)
+        optimizer.step()
+
+
+def saved(roots: list[Path], path: Path, resume: bool, seeded: bool) -> Any:
+    comm = pyg_sar.comm.current()
+    model = pyg_sar.distribute(made())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+    def backward(k: int) -> None:
+        number = k * comm.replicas % len(roots) + comm.replica
+        loss_of(model, pyg_sar.load_partition(roots[number]), k + comm.replica).backward()
+
+    if not resume:
+        steps(model, backward, optimizer, range(2))
+        torch.manual_seed(comm.replica if seeded else 1)
+        save_checkpoint(path, model, optimizer)
+        return torch.rand(1)
+    if seeded and comm.replicas == 1:
+        with pytest.raises(CheckpointError, match="2 replicas with different random states"):
+            load_checkpoint(path, model, optimizer)
+    load_checkpoint(path, model, optimizer, restore_rng=not seeded or comm.replicas == 2)
+    drawn = torch.rand(1)
+    steps(model, backward, optimizer, range(2, 3))
+    return drawn, comm.replica, state(model)
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_checkpoint_resumes_with_other_numbers_of_replicas_and_parts(
+    seeded, samples, folders, tmp_path
+):
+    path = tmp_path / "run.ckpt"
+    drawn = pyg_sar.launch(saved, 4, folders(2), path, False, seeded, replicas=2, timeout=60.0)
+    for replicas, parts in ((2, 1), (1, 2)):
+        oracle = OneProcess(samples, 2)
+        optimizer = torch.optim.Adam(oracle.model.parameters(), lr=0.05)
+        steps(oracle.model, oracle.backward, optimizer, range(2))
+        oracle.replicas = replicas
+        oracle.buffers[1] = [b.clone() for b in oracle.buffers[0]]  # Saved are replica 0's.
+        steps(oracle.model, oracle.backward, optimizer, range(2, 3))
+        given = saved, replicas * parts, folders(parts), path, True, seeded
+        for now, replica, found in pyg_sar.launch(*given, replicas=replicas, timeout=60.0):
+            assert (seeded and replicas == 1) or torch.equal(now, drawn[2 * replica])
+            oracle.use_buffers(replica)
+            for name, value in state(oracle.model).items():
+                assert error(found[name], value) <= TOLERANCE, (replicas, parts, name)
