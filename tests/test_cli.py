@@ -103,7 +103,7 @@ def test_help_tells_sources_hosts_and_defaults(capsys):
         with pytest.raises(SystemExit) as end:
             cli.main([command, "--help"])
         assert end.value.code == 0
-        text = capsys.readouterr().out
+        text = " ".join(capsys.readouterr().out.split())  # Lines may break anywhere.
         assert all(word in text for word in words), command
         assert "None" not in text
     with pytest.raises(SystemExit) as end:
