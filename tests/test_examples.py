@@ -176,6 +176,14 @@ def test_atoms_move_as_in_one_process_and_keep_their_energy(capfd, monkeypatch):
     assert len((EXAMPLES / "molecular_dynamics.py").read_text().splitlines()) <= 80
 
 
+@pytest.mark.parametrize("name", ["many_meshes.py", "weather.py"])
+def test_many_graphs_and_snapshots_train_as_in_one_process(name, capfd):
+    out = run_here(name, capfd)
+    first, last, apart = map(float, re.findall(r"(\d\S*\d)", out))
+    assert last < 0.7 * first and apart < 1e-10
+    assert len((EXAMPLES / name).read_text().splitlines()) <= 80
+
+
 def test_a_lightning_module_learns(capfd, monkeypatch):
     pytest.importorskip("lightning", reason="needs the extra 'lightning'")
     monkeypatch.setattr(sys, "argv", ["lightning_gcn.py"])
