@@ -164,8 +164,8 @@ def _trained(rows: list[Row], graphs: list[str], workers: list[int]) -> str:
 
 Test accuracy in percent (Tolokers: area under the ROC curve), mean ± standard deviation over runs
 with different initial parameters (and splits, where there are several), at the epoch with the best
-validation. Dropout draws other random numbers on each number of workers, so these columns agree
-within their spread, not digit by digit; the next table is about the digits.
+validation. Dropout draws the same random numbers on any number of workers, and others in plain PyG,
+so that column agrees within its spread, not digit by digit; the next table is about the digits.
 
 "Published reached": the published interval, mean ± spread, and that of all runs of this row overlap
 (yes), or ours lies above it (above) or below it (below). A letter names the source, listed at the
