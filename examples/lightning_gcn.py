@@ -70,9 +70,10 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if "RANK" in os.environ:
-            print(f"validation accuracy {train(asked.partition, folder):.3f}")
+            accuracy = train(asked.partition, folder)
         else:
             graph = load_graph("synthetic:nodes=2000,classes=4,features=16")
             pyg_sar.write_partitions(graph, 2, f"{folder}/parts")
             accuracy = pyg_sar.launch(train, 2, f"{folder}/parts", folder)[0]
+        if os.environ.get("RANK", "0") == "0":
             print(f"validation accuracy {accuracy:.3f}")
