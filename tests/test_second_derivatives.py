@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from combinations import some
 from oracle import TOLERANCE, error, gradient_scale, make_graph, parts, whole, workers
 from test_exactness import LAYERS, WIDER, build
 from torch import Tensor
-from torch_geometric.data import Data
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
     BatchNorm,
     FAConv,
+    GATConv,
     GATv2Conv,
     GCNConv,
     GraphNorm,
+    HeteroConv,
     MeanAggregation,
     MessagePassing,
     SAGEConv,
@@ -211,7 +215,38 @@ def test_losses_of_gradients_equal_those_of_one_process(world, start, float64, t
 
 # Layer by layer ###################################################################################
 
-EVERY = {**LAYERS, **WIDER}
+
+class Drops(MessagePassing):
+    """A message that drops what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.lin = torch.nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(self.lin(x_j)) * x_i, 0.4, self.training)
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer whose tensors are computed again before its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GATv2Conv(6, 6), SAGEConv(6, 6, aggr="max")
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = checkpoint(lambda v: self.first(v, edge_index).tanh(), x, use_reentrant=False)
+        return self.second(h, edge_index)
+
+
+ALWAYS: dict[str, Any] = {
+    "gat, dropout": (lambda: GATConv(6, 4, heads=2, dropout=0.5), (), ()),
+    "a message's dropout": (Drops, (), ()),
+}
+EVERY = {**LAYERS, **WIDER, **ALWAYS}
 # PyTorch's batch norm has no third derivative that is right: its second one takes the saved mean
 # and variance for constants.
 NORMS = ("gin", "cg, batch norm", "gen, softmax")
@@ -223,6 +258,7 @@ def derivatives(
     layer: torch.nn.Module, data: Data, edge: Any, constants: Any, order: int
 ) -> dict[str, Tensor | None]:
     """Derivatives of an output's sine, of the sines of these, and so on; then by parameters."""
+    torch.manual_seed(7)
     x = data.x.clone().requires_grad_()
     edges = {name: data[name].clone().requires_grad_() for name in edge}
     leaves = {"x": x, **edges}
@@ -260,7 +296,7 @@ def of_layers(root: Any, names: list[str], policies: list[SARPolicy]) -> list[An
 @pytest.mark.parametrize(("start", "world"), [(workers, 3), (parts, 4)])
 def test_layers_have_derivatives_of_derivatives_in_modes_1_and_2(start, world, tmp_path):
     data, names = make_graph(), some(list(EVERY), start.__name__, 4)
-    names = [*names, *(name for name in NEED_MODE_3 if name not in names)]
+    names = [*names, *(name for name in (*ALWAYS, *NEED_MODE_3) if name not in names)]
     expected = []
     for name in names:
         make, *arguments = EVERY[name]
@@ -280,6 +316,79 @@ def test_layers_have_derivatives_of_derivatives_in_modes_1_and_2(start, world, t
                 assert (mine[key] is None) == (right is None), (name, key, k)
                 if right is not None:
                     assert error(mine[key], right, scale) <= TOLERANCE, (name, key, k)
+
+
+def checkpointed(root: Any, policies: list[SARPolicy]) -> list[Any]:
+    data = pyg_sar.load_partition(root)
+    models = [pyg_sar.distribute(build(Checkpointed), policy) for policy in policies]
+    return [derivatives(model, data, (), (), 2) for model in models]
+
+
+@pytest.mark.parametrize("start", [workers, parts])
+def test_what_a_checkpoint_packs_is_unpacked_once(start, tmp_path):
+    data = make_graph()
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    expected = derivatives(build(Checkpointed), data, (), (), 2)
+    for found in start(checkpointed, 2, tmp_path / "parts", STREAMED):
+        for mine in found:
+            wrong = {n: error(mine[n], g, 1e-2) for n, g in expected.items() if g is not None}
+            assert max(wrong.values()) <= TOLERANCE, wrong
+
+
+class Relations(torch.nn.Module):
+    """A layer for each relation between nodes of two types, and of one."""
+
+    def __init__(self, make: Callable[[], torch.nn.Module]) -> None:
+        super().__init__()
+        self.conv = HeteroConv({kind: make() for kind in RELATIONS})
+
+    def forward(self, data: HeteroData) -> dict[str, Tensor]:
+        x = {name: data[name].x.clone().requires_grad_() for name in data.node_types}
+        out = self.conv(x, data.edge_index_dict)
+        slopes = torch.autograd.grad(
+            sum(o.sin().sum() for o in out.values()), [*x.values()], create_graph=True
+        )
+        sum(slope.sin().sum() for slope in slopes).backward()
+        found = {name: whole(tensor.grad) for name, tensor in x.items()}
+        return found | {name: p.grad for name, p in self.named_parameters()}
+
+
+RELATIONS = {("a", "to", "b"): (30, 17), ("b", "of", "a"): (17, 30), ("a", "is", "a"): (30, 30)}
+BIPARTITE = (
+    lambda: SAGEConv((6, 6), 4),
+    lambda: SAGEConv((6, 6), 4, aggr="max"),
+    lambda: GATConv((6, 6), 4, add_self_loops=False),
+    lambda: GATv2Conv((6, 6), 4, add_self_loops=False),
+)
+
+
+def two_types() -> HeteroData:
+    draw, data = torch.Generator().manual_seed(0), HeteroData()
+    for name, count in (("a", 30), ("b", 17)):
+        data[name].x = torch.randn(count, 6, generator=draw, dtype=torch.float64)
+    for kind, counts in RELATIONS.items():
+        ends = [torch.randint(count, (90,), generator=draw) for count in counts]
+        data[kind].edge_index = torch.stack(ends)
+    return data
+
+
+def of_relations(root: Any, policies: list[SARPolicy]) -> list[Any]:
+    data = pyg_sar.load_partition(root)
+    pairs = product(policies, BIPARTITE)
+    return [pyg_sar.distribute(build(lambda m=m: Relations(m)), p)(data) for p, m in pairs]
+
+
+@pytest.mark.parametrize("start", [workers, parts])
+def test_relations_between_two_types_of_nodes(start, tmp_path):
+    data = two_types()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    expected = [build(lambda m=m: Relations(m))(data) for m in BIPARTITE] * len(STREAMED)
+    for found in start(of_relations, 3, tmp_path / "parts", STREAMED):
+        for mine, theirs in zip(found, expected, strict=True):
+            scale = gradient_scale(theirs)
+            wrong = {n: error(mine[n], g, scale) for n, g in theirs.items() if g is not None}
+            assert max(wrong.values()) <= TOLERANCE, wrong
+            assert {n for n, g in mine.items() if g is None} == {*theirs} - {*wrong}
 
 
 def rows_held(root: Any) -> dict[str, Any]:

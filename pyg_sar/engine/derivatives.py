@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -52,8 +53,10 @@ def recorded(backward: Callable[..., Any], run: Any, gradients: Sequence[Tensor]
     if kernel.derivatives is None or hooks_are_forgotten():
         refuse_second_derivative(kernel.title, kernel.second_derivative)
     kernel.derivatives.check(kernel)
-    inputs = kernel.inputs(run.saved_tensors)
-    return (None, *_Gradients.apply(backward, run, len(gradients), *gradients, *inputs))
+    saved = run.saved_tensors  # Once: what torch.utils.checkpoint packs is unpacked once.
+    inputs, wanted = kernel.inputs(saved), run.needs_input_grad
+    once = SimpleNamespace(**vars(run), saved_tensors=saved, needs_input_grad=wanted)
+    return (None, *_Gradients.apply(backward, once, len(gradients), *gradients, *inputs))
 
 
 class _Gradients(torch.autograd.Function):
