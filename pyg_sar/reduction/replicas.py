@@ -32,7 +32,7 @@ from pyg_sar.tensors import NodeTensor
 _LABEL = ("", "backward", "gradient average")
 
 Before = dict[int, Tensor | None]
-"""What ``.grad`` was, by the ``id()`` of each parameter that the pass has come to."""
+"""The earlier ``.grad``, by the ``id()`` of each parameter that the pass has come to."""
 
 
 class ReplicaGradients:
