@@ -103,7 +103,7 @@ def layers(args: argparse.Namespace, x: Tensor, edge_index: Tensor) -> Iterator[
         pairs = zip(ways["PyG"].found, ways["here"].found, strict=False)
         apart = [float((b - a).abs().max() / a.abs().max()) for a, b in pairs]
         found = [f"{t:.2f}" for t in times] + [f"{times[1] / times[2]:.2f}"]
-        found += [f"{p:.0f}" for p in peaks] + [f"{peaks[2] / peaks[0]:.3f}"]
+        found += [f"{p:.1f}" for p in peaks] + [f"{peaks[2] / peaks[0]:.3f}"]
         yield [name, *found, f"{max(apart, default=math.nan):.1e}"]
 
 
@@ -131,7 +131,7 @@ def trained(root: str, name: str, mode: Any, epochs: int) -> tuple[list[float], 
 
 def parts(args: argparse.Namespace, folder: str, data: Any) -> Iterator[list[str]]:
     for count in (1, *args.parts):
-        pyg_sar.write_partitions(data, count, f"{folder}/{count}")
+        pyg_sar.write_partitions(data, count, f"{folder}/{count}", args.method)
     store = "pinned" if args.device == "cuda" else None
     for name in args.models:
         whole = 0.0, 0.0, 0.0
@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="*", default=LAYERS)
     parser.add_argument("--models", nargs="*", default=("sage", "gat"))
     parser.add_argument("--parts", nargs="*", type=int, default=(2, 4, 8))
+    parser.add_argument("--method", default="coarsened", help="how parts are made")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")

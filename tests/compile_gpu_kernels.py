@@ -58,14 +58,16 @@ def main(names: list[str]) -> None:
     for dtype in [getattr(torch, name) for name in names or ["float32"]]:
         small = on_gpu._Small(cpu, dtype, dtype)
         for name in ("gather_sum_", "edge_dot", *(["extremum_"] if dtype.itemsize > 2 else [])):
-            on_gpu._sums_results(operators, small, name, 5)
-        for kind, score in enumerate(s for s in declared() if s.softmax):
+            on_gpu._sums_results(operators, small, name, 5, chunk=16)
+        for kind, score in enumerate(declared()):
+            if not score.softmax:
+                continue
             features = None if score.term == "none" else 2
             shape = on_gpu.AttentionShape(
                 kind=kind, heads=4, channels=8, features=features, own_key=True, own_query=True,
                 drop=1 + kind % 2, p=0.4, slope=0.2, scale=0.3,
             )  # fmt: skip
-            on_gpu._attention_results(operators, small, "", shape)
+            on_gpu._attention_results(operators, small, "", shape, chunk=16)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton reads this when it is imported; `make test-gpu` sets 0, and its kernels run on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Whether there is a GPU is asked of its driver without starting it: workers are forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import combinations
 import pytest
 import torch

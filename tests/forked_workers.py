@@ -8,7 +8,8 @@ the worker runs ``_worker_main`` on its own pipe, in its own session, and ends w
 state goes from one launch to the next: a template runs nothing but its imports. As with workers
 that start from nothing, the seeds of neighbours' hashes (and so the order of their sets) differ.
 
-A launch whose paths or environment aren't those of the templates starts its workers from nothing.
+A launch whose paths or environment aren't those of the templates starts its workers from nothing;
+all do where an import starts a thread.
 """
 
 from __future__ import annotations
@@ -98,8 +99,7 @@ def serve(descriptor: int) -> None:
     import_everything()
     os.set_inheritable(descriptor, False)
     control = Connection(descriptor)
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("an import has started a thread: what is forked from here may hang")
+    control.send(os.listdir("/proc/self/task"))
     while True:
         try:
             request = control.recv()
@@ -181,6 +181,8 @@ class Template:
             start_new_session=True,
         )
         there.close()
+        # What is forked from a process with other threads may hang.
+        self.alone = len(self.answer()) == 1
 
     def ask(self, request: Any) -> Any:
         self.control.send(request)
@@ -222,6 +224,8 @@ class Templates:
             return self.from_nothing(rank, common)
         for _ in range(len(self.started), min(2, int(common["WORLD_SIZE"]))):
             self.started.append(Template(common))
+        if not all(template.alone for template in self.started):
+            return self.from_nothing(rank, common)
         return self.started[rank % 2].fork(
             rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )

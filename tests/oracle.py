@@ -93,6 +93,18 @@ def make_graph(
     )
 
 
+def like_loops(data: Data) -> Data:
+    """The graph, where all self loops of a node have the same weight and features.
+
+    ``add_remaining_self_loops`` gives a node those of one of its loops; on a GPU of any one.
+    """
+    source, target = data.edge_index
+    loops = source == target
+    data.edge_weight[loops] = 1 + data.y[target[loops]].to(data.edge_weight.dtype)
+    data.edge_attr[loops] = data.x[target[loops], :EDGE_DIM]
+    return data
+
+
 def two_islands(seed: int = 0) -> tuple[Data, Tensor]:
     """A graph and an assignment to 3 parts, of which parts 0 and 2 share no edge."""
     data = make_graph(30, 150, seed)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hetero_graphs import WIDTHS, make_hetero, random_parts
-from oracle import CHANNELS, CLASSES, EDGE_DIM, Partitions, make_graph, whole
+from oracle import CHANNELS, CLASSES, EDGE_DIM, Partitions, like_loops, make_graph, whole
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.nn import aggr
@@ -80,7 +81,7 @@ WAYS: dict[str, Callable[..., list[Any]]] = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    partitions, data = Partitions(tmp_path_factory.mktemp("flows")), make_graph()
+    partitions, data = Partitions(tmp_path_factory.mktemp("flows")), like_loops(make_graph())
     return lambda parts: partitions(data, parts, "random")
 
 
@@ -171,7 +172,7 @@ def on_workers(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_equals_one_process(way: str, root: Callable[[int], Path]):
-    data = make_graph()
+    data = like_loops(make_graph())
     for number, (name, (make, names)) in enumerate(MODELS.items()):
         torch.manual_seed(0)
         model = make().double()
@@ -216,7 +217,7 @@ def trained(root: Path, path: Path, resume: bool) -> tuple[list[float], Tensor, 
 def test_checkpoints_and_outputs_for_all_nodes(
     way: str, root: Callable[[int], Path], tmp_path: Path
 ):
-    data, model, path = make_graph(), gcn(), tmp_path / "run.ckpt"
+    data, model, path = like_loops(make_graph()), gcn(), tmp_path / "run.ckpt"
     losses = trainer(model, data, tmp_path / "one.ckpt", 4).fit().losses
     expected = pyg_sar.infer(model, data)
     for resume in (False, True):
@@ -263,7 +264,7 @@ def mixing_all_nodes(root: Path, model: Any) -> tuple[list[float], Tensor, Tenso
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
 def test_operators_that_mix_all_nodes(way: str, root: Callable[[int], Path]):
-    data = make_graph()
+    data = like_loops(make_graph())
     torch.manual_seed(0)
     model = Centred().double()
     plain, expected = copy.deepcopy(model), []
@@ -348,7 +349,7 @@ def in_half_precision(root: Path) -> tuple[list[Tensor], Tensor]:
 
 
 def test_mixed_precision(root: Callable[[int], Path]):
-    data = make_graph()
+    data = like_loops(make_graph())
     torch.manual_seed(0)
     model = gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2).double()
     torch.manual_seed(0)
@@ -380,10 +381,28 @@ def most(root: Path) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), moved
 
 
+def workspace() -> int:
+    """Bytes that cuBLAS keeps for each thread that multiplied matrices."""
+    found = []
+
+    def multiply() -> None:
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+        x = torch.ones(8, 8, device="cuda", dtype=torch.float64)
+        before = torch.cuda.memory_allocated()
+        product = x @ x
+        found.append(torch.cuda.memory_allocated() - before - product.nbytes)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def test_parts_that_wait_take_no_memory_of_the_gpu(tmp_path: Path):
     pyg_sar.write_partitions(make_graph(2400, 9600), 6, tmp_path, "random")
     (held, nothing), (waiting, moved) = (
         max(hosted(most, tmp_path, parts=6, store=store)) for store in (None, "pinned")
     )
-    assert nothing == 0 and moved > 4 * held
-    assert waiting < 0.4 * held  # a sixth, and what is computed with at the moment
+    assert nothing == 0 and moved > 4 * (held - 6 * workspace())
+    # A sixth, and what is computed with at the moment; with the workspace of one thread.
+    assert waiting - workspace() < 0.4 * (held - 6 * workspace())

@@ -43,6 +43,8 @@ from pyg_sar.kernels.scores import SCORES
 
 ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0"
 HALF = torch.float16
+BY_CHUNKS = ("gather_sum_", "edge_dot", "attention_", "attention_backward_")
+OPERATORS = (*BY_CHUNKS, "extremum_", "extremum_backward_")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, HALF)
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -54,12 +56,12 @@ def carried(operator: Callable[..., Any], device: str) -> Callable[..., Any]:
     """The operator on copies of its tensors on a device, which are copied back."""
 
     @wraps(operator)
-    def run(*given: Any) -> Any:
+    def run(*given: Any, **how: Any) -> Any:
         tensors = [t if isinstance(t, Tensor) else None for t in given]
         there = [
             g if t is None else t.to(device, copy=True) for g, t in zip(given, tensors, strict=True)
         ]
-        found = operator(*there)
+        found = operator(*there, **how)
         for tensor, copy in zip(tensors, there, strict=True):
             if tensor is not None and tensor.is_floating_point():
                 tensor.copy_(copy)
@@ -72,18 +74,26 @@ def take_tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the kernels take them: by the interpreter, or carried to the GPU and back."""
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
     if ON_GPU:
-        names = ("gather_sum_", "edge_dot", "extremum_", "extremum_backward_")
-        names += ("attention_", "attention_backward_")
         real = on_gpu._operators()
-        taken = {name: carried(getattr(real, name), "cuda") for name in names}
+        taken = {name: carried(getattr(real, name), "cuda") for name in OPERATORS}
         there = SimpleNamespace(**taken, fits=real.fits)
         monkeypatch.setattr(on_gpu, "_operators", lambda: there)
 
 
+def go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has edges of small graphs fill chunks."""
+    for name in BY_CHUNKS:
+        operator = getattr(on_gpu._operators(), name)
+        operator = getattr(operator, "__wrapped__", operator)
+        monkeypatch.setattr(operator, "__kwdefaults__", {"chunk": 16})
+
+
 @pytest.fixture(autouse=True)
-def kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels_of_gpus(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[None]:
     """The kernels take the CPU's tensors, and don't check themselves first."""
     take_tensors_of_the_cpu(monkeypatch)
+    if "moved" not in request.fixturenames:
+        go_in_chunks(monkeypatch)
     monkeypatch.setattr(on_gpu, "_agrees", lambda *given: True)
     with numpy.errstate(all="ignore"):  # Infinite numbers on the way are what a GPU computes, too.
         yield
@@ -308,6 +318,7 @@ LAYERS: dict[str, Any] = {
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests/test_gpu_workers.py runs layers on GPUs")
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_layers_are_exact(tmp_path: Path):
     """Parts take turns, as the interpreter is no place for threads."""
     data = make_graph(10, 24)
@@ -382,7 +393,7 @@ def test_bytes_of_sums(dtype: torch.dtype, index: torch.dtype, moved: dict[str, 
             read = E * (per_edge + F * b) + U * (times * place + F * b)
             assert taken(moved) == (read, U * F * b, 0)
         at = [given[n] for n in ("source", "offsets", "targets")]
-        runs = blocks(given["offsets"], min(2048 // min(-(-F // 8) * 8, 128), 32))
+        runs = blocks(given["offsets"], min(1024 // min(-(-F // 8) * 8, 128), 32))
         read = E * (s + F * b) + U * place + runs * F * b
         for numbers in ((), (given["edges"],)):
             ops.edge_dot(given["rows"], given["out"], *at, *numbers)
@@ -426,20 +437,22 @@ def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
         told = torch.randint(2**H, (E, 1), dtype=torch.int32)
         attention = replace(attention, drop_key=told)
     ((_, forward, backward),) = shards_of(given, 1)
-    K = Q = W = H if kind == "additive" else H * C
-    A = {"gatv2": 1, "mixed": 2}.get(kind, 0) * H * C
+    score = SCORES[kind]
+    K = W = H if score.narrow_key else H * C
+    Q = H if score.narrow_query else H * C
+    A = score.att * H * C
     number = s * (D > 0 or drop != "no") + {"no": 0, "hash": 4, "bits": 4 * H}[drop]
     states = (H * C + 2 * H) * w
 
-    def common(at: Any) -> tuple[int, int]:
-        """Blocks of edges, and what both passes read of edges, features, ``att`` and places."""
+    def common(at: Any) -> tuple[int, int, int]:
+        """Blocks, rows, and what both passes read of edges, features, ``att`` and places."""
         count = blocks(at.offsets, 32)
         rows = at.offsets.numel() - 1
-        return count, E * (s + number + D * b) + count * (D * W + A) * b + rows * 2 * s
+        return count, rows, E * (s + number + D * b) + (count * D * W + rows * A) * b + rows * 2 * s
 
     state = AttentionState.start(6, attention.value)
     attention_(state, attention, forward)
-    _, read = common(forward)
+    _, _, read = common(forward)
     read += E * (H * C + K) * b + 6 * (Q * b + states)
     assert taken(moved) == (read, 6 * states, 0)
 
@@ -448,8 +461,8 @@ def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
     cotangent = Cotangent.of(given.grad_out, out, state.maximum, state.normaliser)
     by_edge = E * D * b, E * D * w  # what gradients of features and weights read, and write
     attention_backward_sources_(AttentionGradients(**wanted), attention, cotangent, backward)
-    count, read = common(backward)
-    read += E * (H * C * w + Q * b + 3 * H * w) + count * ((H * C + K + A) * b)
+    count, rows, read = common(backward)
+    read += E * (H * C * w + Q * b + 3 * H * w) + rows * ((H * C + K) * b)
     read += 7 * (H * C + K) * w
     written, added = 7 * (H * C + K) * w, 0
     if kind == "additive":
@@ -466,8 +479,8 @@ def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
     if kind == "additive":
         assert taken(moved) == (0, 0, 0)  # The other pass gives all.
         return
-    count, read = common(forward)
-    read += E * (H * C + K) * b + count * ((H * C + 3 * H) * w + (Q + A) * b) + 6 * Q * w
+    count, rows, read = common(forward)
+    read += E * (H * C + K) * b + rows * ((H * C + 3 * H) * w + Q * b) + 6 * Q * w
     read += by_edge[0] + count * D * W * b
     added = 6 * A * w + count * D * W * w
     assert taken(moved) == (read, 6 * Q * w + by_edge[1], added)
@@ -519,10 +532,10 @@ def test_kernels_that_differ_are_left_out_with_one_warning(
     operators = on_gpu._operators()
     right = operators.gather_sum_
 
-    def broken(out: Tensor, *given: Any) -> None:
+    def broken(out: Tensor, *given: Any, **chunk: int) -> None:
         if how == "fails":
             raise RuntimeError("out of resource\nmore")
-        right(out, *given)
+        right(out, *given, **chunk)
         out[3, 0] += 0.01
 
     monkeypatch.setattr(operators, "gather_sum_", broken)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, MODES, OUT, Job, Partitions, Sweep, make_graph, run_jobs
+from oracle import CHANNELS, MODES, OUT, Job, Partitions, Sweep, like_loops, make_graph, run_jobs
 from torch import Tensor
 from torch_geometric import nn as gnn
 
@@ -64,7 +64,7 @@ def on_device(jobs: Sequence[Job], device: str) -> tuple[str, list[Any]]:
 def test_numbers_are_those_of_one_process(
     world: int, device: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    data, sweep = make_graph(), Sweep(world)
+    data, sweep = like_loops(make_graph()), Sweep(world)
     root = Partitions(tmp_path)(data, world, "random")
     policies = (SARPolicy(mode=1), *MODES) if device != "cpu" else (SARPolicy(),)
     for name in names:

@@ -34,6 +34,7 @@ _TOLERANCES = {
     torch.float16: 4e-3,
     torch.bfloat16: 2e-2,
 }
+_CHUNK = 16  # so that a target of the small case has several chunks
 
 
 def takes(rows: Tensor) -> bool:
@@ -152,7 +153,7 @@ def _first_line(error: BaseException) -> str:
 def _difference(name: str, device: torch.device, dtype: torch.dtype, shape: Any) -> float:
     """The largest difference, relative to the largest number of each result (or to 1)."""
     run = _attention_results if isinstance(shape, AttentionShape) else _sums_results
-    found = run(_operators(), _Small(device, dtype, dtype), name, shape)
+    found = run(_operators(), _Small(device, dtype, dtype), name, shape, chunk=_CHUNK)
     expected = run(fallback, _Small(torch.device("cpu"), dtype, torch.float64), name, shape)
     worst = 0.0
     for ours, theirs in zip(found, expected, strict=True):
@@ -200,7 +201,7 @@ class _Small:
         return drawn.to(self.given).to(dtype).to(self.device)
 
 
-def _sums_results(kernels: Any, small: _Small, name: str, width: int) -> list[Tensor]:
+def _sums_results(kernels: Any, small: _Small, name: str, width: int, **how: int) -> list[Tensor]:
     source, target = small.edges()
     by_target = small.grouped(target, source)
     rows = small.numbers(0, small.SOURCES, width)
@@ -208,11 +209,11 @@ def _sums_results(kernels: Any, small: _Small, name: str, width: int) -> list[Te
     weight = small.numbers(2, small.EDGES, wide=True)
     if name == "gather_sum_":
         plain = out.clone()
-        kernels.gather_sum_(plain, rows, *by_target[:3], None, None)
-        kernels.gather_sum_(out, rows, *by_target[:3], weight, by_target[3])
+        kernels.gather_sum_(plain, rows, *by_target[:3], None, None, **how)
+        kernels.gather_sum_(out, rows, *by_target[:3], weight, by_target[3], **how)
         return [plain, out]
     if name == "edge_dot":
-        return [kernels.edge_dot(rows, out, *by_target)]
+        return [kernels.edge_dot(rows, out, *by_target, **how)]
     found: list[Tensor] = []
     rows = rows.round()  # Several rows reach an extremum.
     for largest in (True, False):
@@ -228,7 +229,7 @@ def _sums_results(kernels: Any, small: _Small, name: str, width: int) -> list[Te
 
 
 def _attention_results(
-    kernels: Any, small: _Small, name: str, shape: AttentionShape
+    kernels: Any, small: _Small, name: str, shape: AttentionShape, **how: int
 ) -> list[Tensor]:
     heads, channels = shape.heads, shape.channels
     score = declared()[shape.kind]
@@ -256,7 +257,7 @@ def _attention_results(
     norm = torch.zeros_like(top)
     ends = [small.edges(shard) for shard in (0, 1)]
     for source, target in ends:
-        kernels.attention_(acc, top, norm, *terms, *small.grouped(target, source), *dropped)
+        kernels.attention_(acc, top, norm, *terms, *small.grouped(target, source), *dropped, **how)
     none = top == -torch.inf
     out = acc / norm.masked_fill(none, 1).unsqueeze(-1)
     results = [out, top.masked_fill(none, 0)]
@@ -281,8 +282,8 @@ def _attention_results(
             rows = [None if t is None else t.flip(0) for t in (value, key)]
             own = shape.kind, *rows, *terms[3:]
             given = (*wanted, *known, *own, *by, *dropped, transposed)
-            kernels.attention_backward_(*given, there.int())
+            kernels.attention_backward_(*given, there.int(), **how)
         elif not score.by_source:
-            kernels.attention_backward_(*given, None)
+            kernels.attention_backward_(*given, None, **how)
         results += [t for t in wanted if t is not None]
     return results

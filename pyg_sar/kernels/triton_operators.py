@@ -7,6 +7,7 @@ this module needs ``triton``; :mod:`pyg_sar.kernels.on_gpu` says who may call it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +22,11 @@ from pyg_sar.kernels.fallback import threshold
 from pyg_sar.kernels.scores import declared
 from pyg_sar.wording import counted
 
-TILE = 2048  # Numbers of a tile, of which a program has a few at a time.
+CHUNK = 1024  # Edges; see [Note: edges by chunks] in triton_sums.
+# Numbers of a tile, of which a program has a few at a time, and its warps: the fastest of those that
+# were tried on an H200 (docs/gpu.md). Of attention where an edge has fewer than 128 numbers, or more.
+SUMS, PRODUCTS = (512, 2), (1024, 1)
+FORWARD, BACKWARD = ((512, 1), (1024, 1)), ((512, 2), (512, 2))
 LARGEST_TILE = 8192  # of one edge: heads times channels, each filled up to a power of two
 SLOTS = 32  # Copies of what all edges add to.
 
@@ -34,6 +39,8 @@ def gather_sum_(
     targets: Tensor | None,
     weight: Tensor | None,
     edges: Tensor | None,
+    *,
+    chunk: int = CHUNK,
 ) -> None:
     """See :func:`pyg_sar.kernels.ops.gather_sum_`."""
     check_sums("gather_sum", out, rows, source, offsets, targets, weight, numbers=False)
@@ -41,16 +48,21 @@ def gather_sum_(
         return
     _check_rows("gather_sum", out=out)
     _check_edges(source, offsets, targets, edges, rows.size(0), out.size(0), source.numel())
-    with _on(out):
-        triton_sums.gather_sum[_grid(offsets, out.size(1))](
-            out,
-            rows,
-            *_flat(source, offsets, targets, weight, edges),
-            out.size(1),
-            out.stride(0),
-            *rows.stride(),
-            **_blocks(out.size(1), out.dtype),
+    width = out.size(1)
+
+    def launch(to: Tensor, pieces: Tensor | None, programs: int) -> None:
+        triton_sums.gather_sum[_grid(programs, width)](
+            *(to, pieces, rows, *_flat(source, offsets, targets, weight, edges), width),
+            *(offsets.numel() - 1, chunk, to.stride(0), *rows.stride()),
+            CHUNKS=to is not out,
+            **_blocks(width, out.dtype),
         )
+
+    with _on(out):
+        pieces = _of_chunks(source, chunk, wide_dtype(out.dtype), width)
+        if pieces is not None:
+            launch(pieces, None, pieces.size(0))
+        launch(out, pieces, offsets.numel() - 1)
 
 
 def edge_dot(
@@ -60,6 +72,8 @@ def edge_dot(
     offsets: Tensor,
     targets: Tensor | None,
     edges: Tensor | None,
+    *,
+    chunk: int = CHUNK,
 ) -> Tensor:
     """See :func:`pyg_sar.kernels.ops.edge_dot`."""
     check_sums("edge_dot", gradient, rows, source, offsets, targets, None, numbers=False)
@@ -68,17 +82,15 @@ def edge_dot(
         return out
     counts = rows.size(0), gradient.size(0), source.numel()
     _check_edges(source, offsets, targets, edges, *counts)
-    with _on(out):
-        triton_sums.edge_dot[(offsets.numel() - 1,)](
-            out,
-            rows,
-            gradient,
-            *_flat(source, offsets, targets, edges),
-            rows.size(1),
-            *rows.stride(),
-            *gradient.stride(),
-            **_blocks(rows.size(1), rows.dtype),
-        )
+    launches = (True, source.numel() // chunk), (False, offsets.numel() - 1)
+    for chunks, programs in launches if launches[0][1] else launches[1:]:
+        with _on(out):
+            triton_sums.edge_dot[(programs,)](
+                *(out, rows, gradient, *_flat(source, offsets, targets, edges)),
+                *(rows.size(1), offsets.numel() - 1, chunk, *rows.stride(), *gradient.stride()),
+                CHUNKS=chunks,
+                **_blocks(rows.size(1), rows.dtype, PRODUCTS),
+            )
     return out
 
 
@@ -99,7 +111,7 @@ def extremum_(
     _check_rows("extremum", best=best, ties=ties)
     _check_edges(source, offsets, targets, None, rows.size(0), best.size(0), 0)
     with _on(best):
-        triton_sums.extremum[_grid(offsets, best.size(1))](
+        triton_sums.extremum[_grid(offsets.numel() - 1, best.size(1))](
             best,
             ties,
             rows,
@@ -131,7 +143,7 @@ def extremum_backward_(
         return torch.zeros((), dtype=torch.long, device=total.device)
     _check_rows("extremum", total=total)
     _check_edges(source, offsets, targets, None, best.size(0), total.size(0), 0)
-    grid = _grid(offsets, total.size(1))
+    grid = _grid(offsets.numel() - 1, total.size(1))
     hits = torch.zeros(grid, dtype=torch.long, device=total.device)
     with _on(total):
         triton_sums.extremum_backward[grid](
@@ -160,12 +172,15 @@ def fits(heads: int, channels: int) -> bool:
     return heads > 0 and channels > 0 and bool(tile <= LARGEST_TILE)
 
 
-def attention_(acc: Tensor, maximum: Tensor, normaliser: Tensor, *given: Any) -> None:
+def attention_(
+    acc: Tensor, maximum: Tensor, normaliser: Tensor, *given: Any, chunk: int = CHUNK
+) -> None:
     """See :func:`pyg_sar.kernels.attention_ops.attention_`; halves are not widened before.
 
     Args:
         acc, maximum, normaliser: The state.
         given: :class:`~pyg_sar.kernels.attention_terms.Arguments`.
+        chunk: Edges of a chunk.
     """
     a = Arguments(*given)
     if a.source.numel() == 0:
@@ -174,19 +189,30 @@ def attention_(acc: Tensor, maximum: Tensor, normaliser: Tensor, *given: Any) ->
     numbered = _numbered(a.edge_attr, a.drop_key)
     edges = a.edges if numbered else None
     _check_edges(a.source, a.offsets, a.targets, edges, a.value.size(0), acc.size(0), numbered)
-    with _on(acc):
-        triton_attention.forward[(a.offsets.numel() - 1,)](
-            *(acc, maximum, normaliser, *_read(a)),
-            *_flat(a.source, a.offsets, a.targets, edges, a.drop_key),
-            *(a.low, a.high, 0 if a.edge_attr is None else a.edge_attr.size(1)),
-            *(acc.stride(0), maximum.stride(0), normaliser.stride(0)),
+    read, states = _read(a), (acc, maximum, normaliser)
+
+    def launch(to: Sequence[Tensor], pieces: Sequence[Tensor | None], programs: int) -> None:
+        triton_attention.forward[(programs,)](
+            *(*to, *pieces, *read, *_flat(a.source, a.offsets, a.targets, edges, a.drop_key)),
+            *(a.low, a.high, *_counts(a), chunk, *(t.stride(0) for t in to)),
             *_strides(a.value, a.key, a.query, a.edge_attr),
-            **_settings(a, acc.dtype),
+            **_settings(a, acc.dtype, FORWARD),
             LOWEST=torch.finfo(acc.dtype).min,
+            CHUNKS=to is not states,
         )
 
+    with _on(acc):
+        pieces = [
+            _of_chunks(a.source, chunk, acc.dtype, *state.shape[1:], fill=fill)
+            for state, fill in zip(states, (0, -torch.inf, 0), strict=True)
+        ]
+        found = [t for t in pieces if t is not None]
+        if found:
+            launch(found, (None, None, None), found[0].size(0))
+        launch(states, pieces, a.offsets.numel() - 1)
 
-def attention_backward_(*given: Any) -> None:
+
+def attention_backward_(*given: Any, chunk: int = CHUNK) -> None:
     """Adds the gradients that are wanted of a shard's edges, grouped by source row or by target.
 
     Where all gradients come by source, the query's are added by atomic operations of the GPU, in no
@@ -196,6 +222,7 @@ def attention_backward_(*given: Any) -> None:
     Args:
         given: Those of :func:`pyg_sar.kernels.fallback.attention_backward_`, and ``places``: where
             in ``value`` and ``key`` the source rows lie; only by source row.
+        chunk: Edges of a chunk.
     """
     gradients, known, a = given[:6], given[6:10], Arguments(*given[10:-2])
     transposed, places = given[-2:]
@@ -216,18 +243,41 @@ def attention_backward_(*given: Any) -> None:
     if places is not None:
         _check_index(places, a.value.size(0), "'places' names a row")
     shared_att, shared_weight = _copies(grad_att), _copies(grad_edge_weight)
-    with _on(a.value):
-        triton_attention.backward[(a.offsets.numel() - 1,)](
-            *(grad_value, grad_key, grad_query, shared_att, grad_edge_attr, shared_weight),
-            *(*known, *_read(a)),
-            *_flat(a.source, a.offsets, a.targets, edges, a.drop_key, places),
-            *(a.low, a.high, 0 if a.edge_attr is None else a.edge_attr.size(1)),
-            *(0 if tensor is None else tensor.stride(0) for tensor in rows),
+    by_edge = shared_att, grad_edge_attr, shared_weight
+    # Sums of a program's row; additive scores' query has those of its edges' other ends.
+    own = grad_value, grad_key, None if transposed else grad_query
+    ends = _flat(a.source, a.offsets, a.targets, edges, a.drop_key, places)
+    read = _read(a)
+
+    def launch(to: Sequence[Tensor | None], pieces: Sequence[Tensor | None], programs: int) -> None:
+        into = *to[:2], grad_query if transposed else to[2], grad_edge_attr
+        triton_attention.backward[(programs,)](
+            *(
+                *into[:3],
+                *by_edge,
+                *pieces,
+                *known,
+                *read,
+                *ends,
+                a.low,
+                a.high,
+                *_counts(a),
+                chunk,
+            ),
+            *(0 if tensor is None else tensor.stride(0) for tensor in (*into, *known)),
             *_strides(a.value, a.key, a.query, a.edge_attr),
-            **_settings(a, known[0].dtype),
+            **_settings(a, known[0].dtype, BACKWARD),
             BY_SOURCE=transposed,
             SLOTS=SLOTS,
+            CHUNKS=to is not own,
         )
+
+    with _on(a.value):
+        wide = known[0].dtype
+        pieces = [t if t is None else _of_chunks(a.source, chunk, wide, *t.shape[1:]) for t in own]
+        if a.source.numel() >= chunk:
+            launch(pieces, (None, None, None), a.source.numel() // chunk)
+        launch(own, pieces, a.offsets.numel() - 1)
     for total, copies in ((grad_att, shared_att), (grad_edge_weight, shared_weight)):
         if total is not None and copies is not None:
             total += copies.sum(0)
@@ -239,11 +289,16 @@ def _read(a: Arguments) -> list[Tensor | None]:
     return [a.value, a.key, a.query, att, a.edge_attr, weight]
 
 
+def _counts(a: Arguments) -> tuple[int, int]:
+    """Returns the number of an edge's features, and that of targets."""
+    return 0 if a.edge_attr is None else a.edge_attr.size(1), a.offsets.numel() - 1
+
+
 def _copies(total: Tensor | None) -> Tensor | None:
     return None if total is None else total.new_zeros(SLOTS, *total.shape)
 
 
-def _settings(a: Arguments, wide: torch.dtype) -> dict[str, Any]:
+def _settings(a: Arguments, wide: torch.dtype, shapes: Sequence[Any]) -> dict[str, Any]:
     """Returns the constants that kernels of attention are compiled with."""
     heads, channels, drop_key = a.value.size(1), a.value.size(2), a.drop_key
     block_h, block_c = triton.next_power_of_2(heads), triton.next_power_of_2(channels)
@@ -265,10 +320,16 @@ def _settings(a: Arguments, wide: torch.dtype) -> dict[str, Any]:
         "H": heads,
         "C": channels,
         "WIDE": _WIDE[wide],
-        "BLOCK_E": min(max(TILE // (block_h * block_c), 1), 32),
+        **_tile(*shapes[block_h * block_c >= 128], block_h * block_c),
         "BLOCK_H": block_h,
         "BLOCK_C": block_c,
     }
+
+
+def _tile(tile: int, warps: int, numbers: int) -> dict[str, int]:
+    """Returns how many edges a block has, and how many warps a program, by an edge's numbers."""
+    edges = min(max(tile // numbers, 1), 32)
+    return {"BLOCK_E": edges, "num_warps": max(warps, numbers // 1024)}
 
 
 def _strides(
@@ -287,14 +348,21 @@ def _strides(
 _WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _blocks(width: int, dtype: torch.dtype) -> dict[str, Any]:
+def _blocks(width: int, dtype: torch.dtype, shape: tuple[int, int] = SUMS) -> dict[str, Any]:
     columns = min(triton.next_power_of_2(width), 128)
-    edges = min(TILE // columns, 32)
-    return {"WIDE": _WIDE[wide_dtype(dtype)], "BLOCK_E": edges, "BLOCK_F": columns}
+    return {"WIDE": _WIDE[wide_dtype(dtype)], "BLOCK_F": columns, **_tile(*shape, columns)}
 
 
-def _grid(offsets: Tensor, width: int) -> tuple[int, int]:
-    return offsets.numel() - 1, triton.cdiv(width, min(triton.next_power_of_2(width), 128))
+def _grid(programs: int, width: int) -> tuple[int, int]:
+    return programs, triton.cdiv(width, min(triton.next_power_of_2(width), 128))
+
+
+def _of_chunks(
+    source: Tensor, chunk: int, dtype: torch.dtype, *shape: int, fill: float = 0
+) -> Tensor | None:
+    """A buffer with a row for each chunk, where there is one. See [Note: edges by chunks]."""
+    rows = (source.numel() // chunk, *shape)
+    return torch.full(rows, fill, dtype=dtype, device=source.device) if rows[0] else None
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -349,5 +417,6 @@ def _numbered(edge_attr: Tensor | None, drop_key: Tensor | None) -> int:
 
 
 def _check_index(index: Tensor, count: int, what: str) -> None:
-    inside = ((index >= 0) & (index < count)).all()
-    torch._assert_async(inside, f"{what} that is not in [0, {count})")
+    if index.numel():
+        least, most = torch.aminmax(index)
+        torch._assert_async((least >= 0) & (most < count), f"{what} that is not in [0, {count})")

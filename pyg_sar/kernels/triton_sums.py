@@ -4,6 +4,14 @@ Each program has a target and some columns, and goes through the target's edges,
 time, always in the same order. Rows are read where they lie. See :mod:`pyg_sar.kernels.ops` for the
 equations, ``triton_operators`` for who launches them, and docs/gpu.md for the
 bytes that each reads and writes. Importing this module needs ``triton``.
+
+[Note: edges by chunks] A program goes through its edges one block after the other; one of a target
+with most of the edges would end long after all others. So edges are counted off in chunks of
+``chunk``, from the shard's first edge on. A chunk whose edges are all one target's is gone through
+by a program of its own, in a launch before the targets', into a row of a buffer (``pieces``); the
+target's program adds these rows up in their order, and goes through the other edges alone, which
+are less than two chunks. Which target a chunk has is found by bisection: nothing is looked up on
+the host.
 """
 
 import triton
@@ -20,6 +28,42 @@ def edges_of(k, offsets, targets):
 
 
 @triton.jit
+def work_of(offsets, targets, num_targets, chunk, CHUNKS: tl.constexpr):
+    """A program's share, of a chunk (``CHUNKS``) or a target. See [Note: edges by chunks].
+
+    The row that the target is, the row that is written, the first edge, the last one's successor
+    if none was left out, from which edge on others are, and how many.
+    """
+    program = tl.program_id(0)
+    if CHUNKS:
+        begin = program.to(offsets.dtype.element_ty) * chunk
+        low, high = program * 0, num_targets + program * 0
+        while high - low > 1:  # offsets[low] <= begin
+            middle = (low + high) // 2
+            if tl.load(offsets + middle) <= begin:
+                low = middle
+            else:
+                high = middle
+        row, first, last = edges_of(low, offsets, targets)
+        whole = last >= begin + chunk
+        written, first, gap = program.to(tl.int64), begin, begin
+        end = tl.where(whole, begin + chunk, begin)
+        skipped = begin * 0
+    else:
+        row, first, last = edges_of(program, offsets, targets)
+        written, gap = row, (first + chunk - 1) // chunk * chunk
+        skipped = tl.maximum(last // chunk * chunk - gap, 0)
+        end = last - skipped
+    return row, written, first, end, gap, skipped
+
+
+@triton.jit
+def pieces_of(gap, skipped, chunk):
+    """The first row of the buffer that a target adds up, and the one after its last."""
+    return (gap // chunk).to(tl.int64), ((gap + skipped) // chunk).to(tl.int64)
+
+
+@triton.jit
 def numbers_of(e, there, edges):
     """The numbers under which edges are known."""
     numbers = e.to(tl.int64)
@@ -28,9 +72,10 @@ def numbers_of(e, there, edges):
     return numbers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_targets", "chunk"])
 def gather_sum(
     out,
+    pieces,
     rows,
     source,
     offsets,
@@ -38,9 +83,12 @@ def gather_sum(
     weight,
     edges,
     width,
+    num_targets,
+    chunk,
     out_row,
     rows_row,
     rows_column,
+    CHUNKS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -48,24 +96,29 @@ def gather_sum(
     columns = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = columns < width
     columns = columns.to(tl.int64)
-    row, first, last = edges_of(tl.program_id(0), offsets, targets)
-    total = tl.zeros([BLOCK_F], WIDE)
-    for start in range(first, last, BLOCK_E):
+    _, row, first, end, gap, skipped = work_of(offsets, targets, num_targets, chunk, CHUNKS)
+    total = tl.zeros([BLOCK_E, BLOCK_F], WIDE)
+    for start in range(first, end, BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
-        there = e < last
+        there = e < end
+        e = tl.where(e < gap, e, e + skipped)
         j = tl.load(source + e, mask=there, other=0).to(tl.int64)
         at = rows + j[:, None] * rows_row + columns[None, :] * rows_column
         part = tl.load(at, mask=there[:, None] & inside[None, :], other=0).to(WIDE)
         if weight is not None:
             numbers = numbers_of(e, there, edges)
             part *= tl.load(weight + numbers, mask=there, other=0).to(WIDE)[:, None]
-        total += tl.sum(part, 0)
+        total += part
     at = out + row * out_row + columns
-    sums = tl.load(at, mask=inside, other=0).to(WIDE) + total
+    sums = tl.load(at, mask=inside, other=0).to(WIDE) + tl.sum(total, 0)
+    if pieces is not None:
+        first_piece, end_piece = pieces_of(gap, skipped, chunk)
+        for piece in range(first_piece, end_piece):
+            sums += tl.load(pieces + piece * width + columns, mask=inside, other=0)
     tl.store(at, sums.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_targets", "chunk"])
 def edge_dot(
     out,
     rows,
@@ -75,18 +128,22 @@ def edge_dot(
     targets,
     edges,
     width,
+    num_targets,
+    chunk,
     rows_row,
     rows_column,
     gradient_row,
     gradient_column,
+    CHUNKS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    row, first, last = edges_of(tl.program_id(0), offsets, targets)
-    for start in range(first, last, BLOCK_E):
+    row, _, first, end, gap, skipped = work_of(offsets, targets, num_targets, chunk, CHUNKS)
+    for start in range(first, end, BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
-        there = e < last
+        there = e < end
+        e = tl.where(e < gap, e, e + skipped)
         j = tl.load(source + e, mask=there, other=0).to(tl.int64)
         total = tl.zeros([BLOCK_E], WIDE)
         for begin in range(0, width, BLOCK_F):
