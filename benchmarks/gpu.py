@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import date
 from functools import partial
 from importlib.metadata import version
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -82,8 +82,11 @@ class Pass:
 
 def table(columns: str, rows: Iterable[Sequence[Any]]) -> list[str]:
     names = columns.split("; ")
-    lines = [names, ["---"] * len(names), *rows]
-    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+    lines = []
+    for line in chain([names, ["---"] * len(names)], rows):
+        lines.append(f"| {' | '.join(map(str, line))} |")
+        print(lines[-1], flush=True)  # A run that is cut short has shown what it found.
+    return lines
 
 
 def layers(args: argparse.Namespace, x: Tensor, edge_index: Tensor) -> Iterator[list[str]]:
@@ -173,7 +176,7 @@ def main() -> None:
     head = f"{date.today()}, `python benchmarks/gpu.py --nodes {args.nodes} --edges {args.edges}`,"
     head += f" {gpu}, torch {version('torch')}, torch-geometric {version('torch-geometric')}."
     text = "\n".join(["# On one GPU", "", head, "", *lines, ""]).replace(" nan", " -")
-    print(text)
+    print(f"\n{head}")
     if args.out:
         args.out.write_text(text)
 

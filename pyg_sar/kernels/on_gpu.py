@@ -1,6 +1,6 @@
 """Which operators compute on a GPU: Triton's kernels, or PyTorch.
 
-[Note: kernels check themselves] These kernels were written where no GPU was at hand, and ran there
+[Note: kernels check themselves] These kernels were written where no GPU was at hand, and ran mostly
 by Triton's interpreter alone (docs/gpu.md). So each, before its first use on a device with a dtype
 and a shape of rows, computes a small case of this shape, which is compared with PyTorch's operators
 in float64 on the CPU. Where the two differ, or the kernel doesn't compile, it is left out for such

@@ -23,10 +23,10 @@ from pyg_sar.kernels.scores import declared
 from pyg_sar.wording import counted
 
 CHUNK = 1024  # Edges; see [Note: edges by chunks] in triton_sums.
-# Numbers of a tile, of which a program has a few at a time, and its warps: the fastest of those that
-# were tried on an H200 (docs/gpu.md). Of attention where an edge has fewer than 128 numbers, or more.
+# Numbers of a tile, of which a program has a few at a time, and its warps: the fastest of those
+# that benchmarks/gpu_kernels.py tried on an H200.
 SUMS, PRODUCTS = (512, 2), (1024, 1)
-FORWARD, BACKWARD = ((512, 1), (1024, 1)), ((512, 2), (512, 2))
+FORWARD, BACKWARD = (256, 1), (256, 2)
 LARGEST_TILE = 8192  # of one edge: heads times channels, each filled up to a power of two
 SLOTS = 32  # Copies of what all edges add to.
 
@@ -55,7 +55,7 @@ def gather_sum_(
             *(to, pieces, rows, *_flat(source, offsets, targets, weight, edges), width),
             *(offsets.numel() - 1, chunk, to.stride(0), *rows.stride()),
             CHUNKS=to is not out,
-            **_blocks(width, out.dtype),
+            **_blocks(width, out.dtype, SUMS),
         )
 
     with _on(out):
@@ -121,7 +121,7 @@ def extremum_(
             ties.stride(0),
             *rows.stride(),
             LARGEST=largest,
-            **_blocks(best.size(1), best.dtype),
+            **_blocks(best.size(1), best.dtype, SUMS),
         )
 
 
@@ -158,7 +158,7 @@ def extremum_backward_(
             *rows.stride(),
             *gradient.stride(),
             *best.stride(),
-            **_blocks(total.size(1), total.dtype),
+            **_blocks(total.size(1), total.dtype, SUMS),
         )
     return hits.sum()
 
@@ -298,7 +298,7 @@ def _copies(total: Tensor | None) -> Tensor | None:
     return None if total is None else total.new_zeros(SLOTS, *total.shape)
 
 
-def _settings(a: Arguments, wide: torch.dtype, shapes: Sequence[Any]) -> dict[str, Any]:
+def _settings(a: Arguments, wide: torch.dtype, shape: tuple[int, int]) -> dict[str, Any]:
     """Returns the constants that kernels of attention are compiled with."""
     heads, channels, drop_key = a.value.size(1), a.value.size(2), a.drop_key
     block_h, block_c = triton.next_power_of_2(heads), triton.next_power_of_2(channels)
@@ -320,7 +320,7 @@ def _settings(a: Arguments, wide: torch.dtype, shapes: Sequence[Any]) -> dict[st
         "H": heads,
         "C": channels,
         "WIDE": _WIDE[wide],
-        **_tile(*shapes[block_h * block_c >= 128], block_h * block_c),
+        **_tile(*shape, block_h * block_c),
         "BLOCK_H": block_h,
         "BLOCK_C": block_c,
     }
@@ -348,7 +348,7 @@ def _strides(
 _WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def _blocks(width: int, dtype: torch.dtype, shape: tuple[int, int] = SUMS) -> dict[str, Any]:
+def _blocks(width: int, dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, Any]:
     columns = min(triton.next_power_of_2(width), 128)
     return {"WIDE": _WIDE[wide_dtype(dtype)], "BLOCK_F": columns, **_tile(*shape, columns)}
 
