@@ -38,11 +38,13 @@ TILES = [(256, 1), (256, 2), (512, 1), (512, 2), (1024, 1)]
 def attention(kind: str, heads: int, channels: int, nodes: int) -> Attention:
     draw = partial(torch.randn, nodes, heads, device="cuda")
     if kind == "additive":
-        return Attention(kind, draw(channels), key=draw(), query=draw(), slope=0.2)
+        return Attention(kind=kind, value=draw(channels), key=draw(), query=draw(), slope=0.2)
     if kind == "gatv2":
         att = draw(channels)[0].clone()
-        return Attention(kind, draw(channels), query=draw(channels), att=att, slope=0.2)
-    return Attention(kind, draw(channels), key=draw(channels), query=draw(channels), slope=1.0)
+        return Attention(kind=kind, value=draw(channels), query=draw(channels), att=att, slope=0.2)
+    return Attention(
+        kind=kind, value=draw(channels), key=draw(channels), query=draw(channels), slope=1.0
+    )
 
 
 def problems(edge_index: Tensor, nodes: int) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -4,7 +4,7 @@ A program has a target (backward by source: a source row) and goes through its e
 a time, in tiles ``[BLOCK_E, heads, channels]``; heads and channels are filled up to powers of two.
 Each of the ``BLOCK_E`` places has a softmax, and sums, of its own, which are put together at the
 end: nothing is exchanged between threads on the way. Rows with most of the edges are gone through
-in pieces, see [Note: edges by chunks] in :mod:`pyg_sar.kernels.triton_sums`.
+in pieces, see [Note: edges by chunks] in ``triton_sums``.
 Numbers of half precision are widened when they are read; states and gradients are wide. Nothing per
 edge is kept. See [Note: attention by shards] in :mod:`pyg_sar.kernels.attention_ops`.
 
