@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 COMMANDS = {
     "partition": "cut a graph into parts",
@@ -22,6 +23,9 @@ def command_parser() -> argparse.ArgumentParser:
         prog="pyg-sar",
         description="Exact full-batch training of PyTorch Geometric models on several workers.",
     )
-    versions = (f"{name} {version(name)}" for name in ("pyg_sar", "torch", "torch_geometric"))
+    versions = []
+    for name in ("pyg_sar", "torch", "torch_geometric"):
+        with suppress(PackageNotFoundError):  # A checkout that is not installed.
+            versions.append(f"{name} {version(name)}")
     parser.add_argument("--version", action="version", version=", ".join(versions))
     return parser

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+
+from pyg_sar import usage
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "pyg_sar"
@@ -445,6 +448,19 @@ def test_help_and_version_do_without_pytorch(option):
     assert done.returncode == (2 if option == "--wrong" else 0), done.stderr
     said = {"--help": "predict memory, bytes", "--version": "torch 2.", "--wrong": "usage: pyg-sar"}
     assert said[option] in done.stdout + done.stderr
+
+
+def test_commands_run_from_a_checkout_that_is_not_installed(monkeypatch, capsys):
+    def version(name: str) -> str:
+        if name == "pyg_sar":
+            raise PackageNotFoundError(name)
+        return "2.0"
+
+    monkeypatch.setattr(usage, "version", version)
+    with pytest.raises(SystemExit) as ended:
+        usage.command_parser().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "torch 2.0, torch_geometric 2.0\n"
 
 
 def shell_lines(text: str) -> list[str]:
