@@ -7,8 +7,10 @@ import random
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import forked_workers
 import numpy
 import pytest
 import torch
@@ -73,9 +75,21 @@ def test_what_a_process_reads_when_it_starts_makes_one_start(monkeypatch):
     common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "0", "MASTER_PORT": "1"}
     found.like = list(sys.path), {"OMP_NUM_THREADS": "1"}
     monkeypatch.setattr(sys, "path", [*sys.path, "/packages/setuptools/_vendor"])
-    found.started = [type("T", (), {"fork": lambda *_: "forked"})()]  # type: ignore[list-item]
+    template: Any = SimpleNamespace(fork=lambda *_: "forked", alone=True)
+    found.started = [template]
     assert found.start(0, {**common, "PYG_SAR_SHARED_MEMORY": "0"}) == "forked" and not chosen
     found.start(0, {**common, "OMP_NUM_THREADS": "2"})
     monkeypatch.syspath_prepend("elsewhere")
     found.start(0, common)
     assert [c["OMP_NUM_THREADS"] for c in chosen] == ["2", "1"]
+
+
+def test_what_has_threads_is_not_forked(monkeypatch):
+    """As where an import starts one: PyTorch for CUDA does."""
+    chosen: list[int] = []
+    found = Templates(lambda rank, common: chosen.append(rank))  # type: ignore[arg-type,return-value]
+    found.like = list(sys.path), {}
+    monkeypatch.setattr(forked_workers, "searched", lambda: found.like[0])
+    template: Any = SimpleNamespace(fork=lambda *_: "forked", alone=False)
+    found.started = [template]
+    assert found.start(1, {"WORLD_SIZE": "1"}) is None and chosen == [1]
