@@ -19,11 +19,12 @@ from pyg_sar.kernels import ops
 from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.tools import load_graph
 
-# files and functions of the package that are entered, and their calls, forward and backward
+# Files and functions of the package that are entered, and their calls, forward and backward; of
+# GAT one function, once, in some runs only.
 BOUNDS = {
     "SAGE": (30, 135, 305),
     "GCN": (35, 146, 322),
-    "GAT": (40, 223, 598),
+    "GAT": (40, 223, 599),
 }
 
 compiled = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
