@@ -82,15 +82,19 @@ def edge_dot(
         return out
     counts = rows.size(0), gradient.size(0), source.numel()
     _check_edges(source, offsets, targets, edges, *counts)
-    launches = (True, source.numel() // chunk), (False, offsets.numel() - 1)
-    for chunks, programs in launches if launches[0][1] else launches[1:]:
-        with _on(out):
-            triton_sums.edge_dot[(programs,)](
-                *(out, rows, gradient, *_flat(source, offsets, targets, edges)),
-                *(rows.size(1), offsets.numel() - 1, chunk, *rows.stride(), *gradient.stride()),
-                CHUNKS=chunks,
-                **_blocks(rows.size(1), rows.dtype, PRODUCTS),
-            )
+
+    def launch(programs: int, chunks: bool) -> None:
+        triton_sums.edge_dot[(programs,)](
+            *(out, rows, gradient, *_flat(source, offsets, targets, edges)),
+            *(rows.size(1), offsets.numel() - 1, chunk, *rows.stride(), *gradient.stride()),
+            CHUNKS=chunks,
+            **_blocks(rows.size(1), rows.dtype, PRODUCTS),
+        )
+
+    with _on(out):
+        if source.numel() >= chunk:
+            launch(source.numel() // chunk, True)
+        launch(offsets.numel() - 1, False)
     return out
 
 
@@ -247,23 +251,12 @@ def attention_backward_(*given: Any, chunk: int = CHUNK) -> None:
     # Sums of a program's row; additive scores' query has those of its edges' other ends.
     own = grad_value, grad_key, None if transposed else grad_query
     ends = _flat(a.source, a.offsets, a.targets, edges, a.drop_key, places)
-    read = _read(a)
+    read, numbers = _read(a), (a.low, a.high, *_counts(a), chunk)
 
     def launch(to: Sequence[Tensor | None], pieces: Sequence[Tensor | None], programs: int) -> None:
         into = *to[:2], grad_query if transposed else to[2], grad_edge_attr
         triton_attention.backward[(programs,)](
-            *(
-                *into[:3],
-                *by_edge,
-                *pieces,
-                *known,
-                *read,
-                *ends,
-                a.low,
-                a.high,
-                *_counts(a),
-                chunk,
-            ),
+            *(*into[:3], *by_edge, *pieces, *known, *read, *ends, *numbers),
             *(0 if tensor is None else tensor.stride(0) for tensor in (*into, *known)),
             *_strides(a.value, a.key, a.query, a.edge_attr),
             **_settings(a, known[0].dtype, BACKWARD),

@@ -39,7 +39,7 @@ def work_of(offsets, targets, num_targets, chunk, CHUNKS: tl.constexpr):
         begin = program.to(offsets.dtype.element_ty) * chunk
         low, high = program * 0, num_targets + program * 0
         while high - low > 1:  # offsets[low] <= begin
-            middle = (low + high) // 2
+            middle = low + (high - low) // 2
             if tl.load(offsets + middle) <= begin:
                 low = middle
             else:
@@ -51,8 +51,10 @@ def work_of(offsets, targets, num_targets, chunk, CHUNKS: tl.constexpr):
         skipped = begin * 0
     else:
         row, first, last = edges_of(program, offsets, targets)
-        written, gap = row, (first + chunk - 1) // chunk * chunk
-        skipped = tl.maximum(last // chunk * chunk - gap, 0)
+        # Nothing here is more than ``last``, which may be the largest number of its dtype.
+        written = row
+        gap = first + tl.minimum((chunk - first % chunk) % chunk, last - first)
+        skipped = (last - gap) // chunk * chunk
         end = last - skipped
     return row, written, first, end, gap, skipped
 
