@@ -18,6 +18,7 @@ from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
+from pyg_sar.nn.global_inputs import refuse_entry
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
@@ -100,6 +101,7 @@ def distribute(
 
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
+        DistributedIndexError: When a layer has a ``propagate`` or ``edge_updater`` of its own.
         ValueError: When a layer's parameters don't exist yet, a layer is not known, the model is on
             another device than the workers' data, a norm within a layer is not known, the model
             holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes
@@ -235,6 +237,9 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     if comm.across is not None:
         refuse_wrapped(model)
         _check_norms_of_replicas(model)
+    for module in modules.values():
+        if isinstance(module, MessagePassing):
+            refuse_entry(module, comm.rank)
     if comm.world_size == 1:
         return
     refuse_wrapped(model)

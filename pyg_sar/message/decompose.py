@@ -29,7 +29,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.utils import softmax
 
-from pyg_sar.message.layer_facts import hooked
+from pyg_sar.message.layer_facts import hooked, is_plain_module
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
 from pyg_sar.message.row_modules import has_foreign_module
 
@@ -90,7 +90,7 @@ def decompose(module: Any) -> Decomposition | None:
 
     Args:
         module: A :class:`torch_geometric.nn.aggr.Aggregation`; subclasses of those that are known
-            may do anything, and are not.
+            may do anything, and are not; nor are those with hooks, or functions of their own.
     """
     parts = _Parts()
     finish = parts.add(module)
@@ -132,8 +132,12 @@ class _Parts:
 
     def add(self, module: Any) -> Finish | None:
         kind = type(module)
+        if not is_plain_module(module, kind):
+            return None
         if kind in PLAIN:
             return _taken(self._reserve(PLAIN[kind]))
+        if has_foreign_module(module):
+            return None  # It may map a message as others in its tile are.
         make = {
             aggr.VarAggregation: self._variance,
             aggr.StdAggregation: self._deviation,

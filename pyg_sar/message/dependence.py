@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.message.layer_facts import standing_in
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message.program import Mapped, TileProgram
 from pyg_sar.message.recording import Products, Recording
@@ -143,13 +144,8 @@ def without_statistics(layer: torch.nn.Module, log: Reductions) -> Iterator[None
         return x * 1
 
     norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
-    for norm in norms:
-        norm.__dict__["forward"] = partial(forward, type(norm).__name__)
-    try:
+    with standing_in(*((m, "forward", partial(forward, type(m).__name__)) for m in norms)):
         yield
-    finally:
-        for norm in norms:
-            norm.__dict__.pop("forward", None)
 
 
 class Observation:

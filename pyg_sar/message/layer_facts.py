@@ -6,8 +6,10 @@ import copy
 import inspect
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -60,10 +62,58 @@ def pristine(layer: Any, *methods: str, of: type | None = None) -> bool:
     return not any(map(attributes.get, hook_names(*methods)))
 
 
+def home_of(function: Any) -> str:
+    """Returns the package of the code that runs where a function, or an object, is called.
+
+    ``__module__`` would tell another one: ``functools.wraps`` copies it.
+    """
+    function = getattr(function, "__func__", function)
+    while isinstance(function, partial):
+        function = getattr(function.func, "__func__", function.func)
+    names = getattr(function, "__globals__", None) or {}
+    home = names.get("__name__") or getattr(function, "__module__", None)
+    return str(home or type(function).__module__).partition(".")[0]
+
+
+class Itself:
+    """A key that equals that of the same object alone.
+
+    Args:
+        value: The object, which lives as long as the key.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+
 def is_plain_module(module: Any, *kinds: type) -> bool:
-    """Returns whether a module is of one of these very classes, without hooks around its call."""
+    """Returns whether a module is of one of these very classes, without hooks or own functions."""
     own: Any = getattr(module, "__dict__", {})
-    return type(module) in kinds and "forward" not in own and not any(map(own.get, MODULE_HOOKS))
+    watched = any(map(own.get, MODULE_HOOKS)) or any(map(callable, own.values()))
+    return type(module) in kinds and not watched
+
+
+@contextmanager
+def standing_in(*methods: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
+    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, function in methods:
+        module.__dict__[name] = function
+    try:
+        yield
+    finally:
+        for attributes, name, own in reversed(before):
+            attributes[name] = own
+            if own is None:
+                del attributes[name]
 
 
 # Facts ########################################################################
@@ -82,7 +132,8 @@ class LayerFacts:
         edge_updates: Attributes that ``edge_update`` of all edges leaves, with a row per edge.
         silent: Kinds of calls that draw no random numbers.
         edge_sets: Those that ``edge_update`` of all edges has set since the last ``propagate``.
-        kinds: Classes of its modules, of which it is known that they treat each row for itself.
+        kinds: Classes of its modules and functions on them, of which it is known that they treat
+            each row for itself.
         transforms_first: The last call mapped source rows before it summed them.
         warned: It was said that all of the halo is fetched at once.
         not_fused: Values of ``training`` in which no kernel is for it on one process.
@@ -97,7 +148,7 @@ class LayerFacts:
     edge_updates: dict[Any, tuple[str, ...]] = field(default_factory=dict)
     silent: set[Any] = field(default_factory=set)
     edge_sets: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[type, ...] = ()
+    kinds: tuple[Any, ...] = ()
     transforms_first: bool = False
     warned: bool = False
     not_fused: set[bool] = field(default_factory=set)
@@ -148,19 +199,16 @@ def draws_nothing(layer: nn.Module) -> bool:
 
 def _is_silent(module: Any) -> bool:
     kind: Any = type(module)
+    own = _OWN_METHODS & vars(module).keys()
+    if any(home_of(vars(module)[name]) != "pyg_sar" for name in own):
+        return False
     if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
     words = _words(kind)
-    own = _OWN_METHODS & vars(module).keys()
-    if words is None or words - {"dropout"} or any(_is_users(vars(module)[n]) for n in own):
+    if words is None or words - {"dropout"}:
         return False
     drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
     return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
-
-
-def _is_users(method: Any) -> bool:
-    """Returns whether a method was put on a layer by its user, not meanwhile by this package."""
-    return not str(getattr(method, "__module__", "")).startswith("pyg_sar.")
 
 
 _HOOKS = ("forward_hooks", "forward_pre_hooks")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.message.layer_facts import Itself, facts_of, home_of
 from pyg_sar.reduction.moments import OVER_ROWS
 
 _OWN = (
@@ -60,6 +60,33 @@ def has_foreign_module(layer: nn.Module) -> bool:
     return False
 
 
+def replaced_entry(layer: Any) -> str:
+    """Returns which of a layer's methods that this package replaces is a user's; ``''`` if none.
+
+    PyG compiles ``propagate`` of each class, and puts that on a layer that is, or was, explained.
+
+    Args:
+        layer: A layer of PyG, or a norm, which asks the other workers in its ``forward``.
+    """
+    kind: Any = type(layer)
+    if not isinstance(layer, MessagePassing):
+        own = vars(layer).get("forward")
+        return "forward" if own is not None and home_of(own) != "pyg_sar" else ""
+    for name in ("propagate", "edge_updater", "__call__"):
+        compiled = [getattr(kind, f"_{how}_{name}", None) for how in ("orig", "jinja")]
+        own = vars(layer).get(name)
+        definer = next(base for base in kind.__mro__ if name in vars(base))
+        method = vars(definer)[name]
+        by_pyg = f"{definer.__module__}_{definer.__name__}_{name}"
+        if own is not None and getattr(own, "__func__", own) not in compiled:
+            return name
+        if home_of(method) not in ("torch_geometric", "pyg_sar", "torch") and (
+            method.__module__ != by_pyg
+        ):
+            return name
+    return ""
+
+
 def has_own_update(layer: nn.Module) -> bool:
     """Returns whether a layer's ``update`` is a user's."""
     return isinstance(layer, MessagePassing) and (
@@ -79,7 +106,9 @@ def holds_foreign_module(layer: nn.Module) -> bool:
     Args:
         layer: A layer.
     """
-    kinds, facts = tuple(map(type, layer.modules())), facts_of(layer)
+    modules, facts = list(layer.modules()), facts_of(layer)
+    functions = [value for module in modules for value in vars(module).values() if callable(value)]
+    kinds = *map(type, modules), *map(Itself, functions)
     if facts.kinds != kinds or "update" in vars(layer):
         if has_foreign_module(layer):
             return True
@@ -114,5 +143,5 @@ def _is_pygs(value: Any, aggregates: bool = False) -> bool:
 
     PyTorch's may do anything with rows, but for those that PyG's aggregations hold.
     """
-    home = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+    home = home_of(value)
     return home in ("torch_geometric", "pyg_sar") or (aggregates and home == "torch")

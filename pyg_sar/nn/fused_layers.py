@@ -96,7 +96,7 @@ def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
     return (
         isinstance(layer, kind)
         and pristine(layer, *methods, of=kind)
-        and type(layer.aggr_module) is SumAggregation
+        and is_plain_module(layer.aggr_module, SumAggregation)
         and layer.__dict__.get("_edge_type") is None
     )
 

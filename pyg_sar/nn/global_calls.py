@@ -33,10 +33,11 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
-from pyg_sar.message.layer_facts import draws_nothing
+from pyg_sar.message.layer_facts import draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own_update, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
+    refuse_entry,
     refuse_inner_hooks,
     with_edges_of_matrix,
     with_hooks,
@@ -55,6 +56,8 @@ from pyg_sar.tensors.node_tensor import is_transformed
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
+_ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
+_CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
 
 
 class _Call:
@@ -446,9 +449,13 @@ class GlobalCalls:
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if not _ENTRIES.isdisjoint(vars(self)):
+            refuse_entry(self, current().rank)
         if isinstance(self, MessagePassing) and holds_foreign_module(self):
             own: Any = type(self)  # Something was put there after distribute().
             self.__class__ = global_class(own.replaced, True)
+            for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
+                vars(self)[name] = None
             return self(*args, **kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
@@ -480,19 +487,6 @@ def _as_it_is(inputs: Tensor, **others: Any) -> Tensor:
     return inputs
 
 
-@contextmanager
-def _without_update(layer: Any) -> Iterator[None]:
-    """A user's ``update`` waits meanwhile: it is to get all nodes."""
-    own = vars(layer)
-    before = {"update": own["update"]} if "update" in own else {}
-    own["update"] = _as_it_is
-    try:
-        yield
-    finally:
-        del own["update"]
-        own.update(before)
-
-
 class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
@@ -504,6 +498,8 @@ class GlobalPropagation(DistMessagePassing):
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
+        if not _ENTRIES.isdisjoint(vars(self)):
+            refuse_entry(self, current().rank)
         args, kwargs = without_matrix(self, args, kwargs)
         edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
         keeps = edges and self.policy.refresh_every > 1
@@ -524,7 +520,8 @@ class GlobalPropagation(DistMessagePassing):
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
             own_update = has_own_update(self) and not update_asks_for_edges(self)
-            with _without_update(self) if own_update else nullcontext():
+            # A user's update waits meanwhile: it is to get all nodes.
+            with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                 out = super().propagate(edges, **local)
         if call.axis is not None:
             out = call.results(out, (), {})
@@ -571,6 +568,14 @@ class GlobalSuperGAT(GlobalPropagation):
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
 _WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation, *_FIND_EDGES)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
+_ASKED = frozenset(
+    {
+        *("message", "aggregate", "update", "edge_update", "message_and_aggregate"),
+        *("reset_parameters", "propagate", "collect", "edge_updater", "edge_collect"),
+        *("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"),
+    }
+)
+"""Methods whose analysis asks what they do with rows, or that no forward pass calls with them."""
 _OF_ALL = frozenset({"to_dense_adj", "knn", "knn_graph", "radius", "radius_graph"})
 """Functions of, or on, all nodes; layers that call them work on these."""
 
@@ -582,7 +587,11 @@ def _works_on_all_nodes(kind: Any) -> bool:
     author = next((base for base in kind.__mro__ if "forward" in vars(base)), object)
     if not author.__module__.startswith((*_KNOWN, "builtins")):
         return True
-    own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith(_KNOWN)]
+    users = [base for base in kind.__mro__ if not base.__module__.startswith(_KNOWN)]
+    own = [vars(base) for base in users if "replaced" not in vars(base)]
+    for name in {name for names in own for name in names} - _ASKED:
+        if hasattr(author, name) and not hasattr(torch.nn.Module, name):
+            return True  # PyG's forward() may call it, with the rows of all nodes.
     methods = [method for names in own for method in names.values()]
     return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
         not _OF_ALL.isdisjoint(method.__code__.co_names)
@@ -616,8 +625,6 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
     """
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
     if on_all_nodes or _works_on_all_nodes(kind):
-        own = kind  # of one's own, written against DistMessagePassing
-        if "replaced" in vars(kind):
-            own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
+        own = vars(kind).get("replaced", kind)  # or one's own, written against DistMessagePassing
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))

@@ -35,7 +35,8 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.layer_facts import MODULE_HOOKS, hook_names
+from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names
+from pyg_sar.message.row_modules import replaced_entry
 from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
@@ -53,13 +54,27 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
     for name, inner in module.named_modules():
         for kind in (*(MODULE_HOOKS if inner is not module else ()), *_INNER_HOOKS):
             for hook in (inner.__dict__.get(kind) or {}).values():
-                home = getattr(hook, "__module__", None) or type(hook).__module__
-                if home.partition(".")[0] not in ("torch", "torch_geometric"):
+                if home_of(hook) not in ("torch", "torch_geometric"):
                     raise DistributedIndexError(
                         f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
                         f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
                         f"backward hook on the {type(module).__name__}"
                     )
+
+
+def refuse_entry(layer: Any, rank: int) -> None:
+    """Refuses a user's method in the place of one by which a layer runs on several workers.
+
+    Raises:
+        DistributedIndexError: Naming the layer and the method.
+    """
+    own = replaced_entry(layer)
+    if own:
+        raise DistributedIndexError(
+            f"{type(layer).__name__} {getattr(layer, 'ledger_name', '')!r} has a method {own}() of "
+            f"the user's (rank {rank}), which would see the rows of one worker: do that in "
+            "message(), aggregate() or update(), or in the model's forward()"
+        )
 
 
 def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

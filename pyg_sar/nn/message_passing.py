@@ -30,7 +30,14 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
-from pyg_sar.message.layer_facts import draws_nothing, facts_of, hook_names, pristine
+from pyg_sar.message.layer_facts import (
+    Itself,
+    draws_nothing,
+    facts_of,
+    home_of,
+    hook_names,
+    pristine,
+)
 from pyg_sar.message.layer_state import (
     attributes_of,
     forget_tile_values,
@@ -116,6 +123,16 @@ class DistMessagePassing(MessagePassing):
     # built, copied or unpickled, and installs them on the class, over an inherited override.
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         pass
+
+    @property
+    def explain(self) -> bool | None:
+        """Says if PyG explains the layer; see :class:`torch_geometric.nn.MessagePassing`."""
+        return MessagePassing.explain.fget(self)
+
+    @explain.setter
+    def explain(self, explain: bool | None) -> None:
+        MessagePassing.explain.fset(self, explain)
+        self.__dict__.pop("propagate", None)  # PyG puts its own on the layer, and leaves it there.
 
     # Entry points ############################################################
 
@@ -259,6 +276,10 @@ class DistMessagePassing(MessagePassing):
             for name, value in module.__dict__.items():
                 if isinstance(value, wanted) and name[0] != "_":
                     switches.append((name, value))
+                elif isinstance(value, list | tuple) and name[0] != "_":
+                    switches.append((name, *[v for v in value if isinstance(v, wanted)]))
+                elif callable(value) and home_of(value) != "pyg_sar":
+                    switches.append((name, Itself(value)))
         return kind, tuple(switches)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -326,7 +347,7 @@ class DistMessagePassing(MessagePassing):
         if whole:
             return "one_shot", whole
         merges = pristine(self, "aggregate", of=MessagePassing)
-        merges &= type(self.aggr_module) in PLAIN or decompose(self.aggr_module) is not None
+        merges &= decompose(self.aggr_module) is not None
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
 

@@ -19,10 +19,9 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
-from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.message.layer_facts import facts_of, standing_in
 from pyg_sar.message.message_checks import row_levels
 from pyg_sar.message.program import DeferredEdge
-from pyg_sar.nn.transform_first import standing_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
@@ -308,7 +307,12 @@ def kept_normalisation(
         return
     version = None if weight is None else version_of(weight)
     # Not id(layer), which a later layer may get: on some workers only, and with other options.
-    key = ("normalised", facts_of(layer).identity, x.dtype, id(weight), version)
+    options = tuple(
+        (name, value)
+        for name, value in vars(layer).items()
+        if isinstance(value, bool | str) and name != "training"
+    )
+    key = ("normalised", facts_of(layer).identity, options, x.dtype, id(weight), version)
     found = edge_index.recall_together(key)
     layer._cached_edge_index = None if found is None else found[0]
     layer.cached = True

@@ -51,7 +51,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from pyg_sar.message.layer_facts import facts_of, is_plain_module, pristine
+from pyg_sar.message.layer_facts import facts_of, is_plain_module, pristine, standing_in
 
 _LINEAR = (Linear, torch.nn.Linear)
 _METHODS = ("forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -82,21 +82,6 @@ def transforming_first(layer: Any) -> Iterator[None]:
 def known_base(own: Any) -> type[MessagePassing] | None:
     """Returns the class of those known here that ``own`` is derived from."""
     return next((kind for kind in _WAYS if issubclass(own, kind)), None)
-
-
-@contextmanager
-def standing_in(*methods: tuple[torch.nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
-    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
-    for module, name, function in methods:
-        module.__dict__[name] = function
-    try:
-        yield
-    finally:
-        for attributes, name, own in reversed(before):
-            attributes[name] = own
-            if own is None:
-                del attributes[name]
 
 
 _GLOBAL_HOOKS = tuple(

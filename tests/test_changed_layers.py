@@ -1,0 +1,247 @@
+"""Layers that users change, before ``distribute()`` or after calls: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from oracle import make_graph, one_pass, parts, workers
+from test_exactness import LAYERS, WIDER, build
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import pyg_sar
+from pyg_sar.errors import DistributedIndexError
+
+GRAPH = make_graph()
+NAMES = (
+    *("gcn", "gcn, weights, cached", "sage, mean", "gin", "gat, edges", "transformer, edges"),
+    *("edge conv, mean", "arma", "attentional"),
+)
+Change = Callable[[Any], Any]
+
+# Changes #####################################################################
+
+
+class Tanh(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.tanh()
+
+
+def doubled(out: Any) -> Any:
+    return out * 2 if isinstance(out, Tensor) else out
+
+
+def centred(out: Any) -> Any:
+    """Takes all rows to compute one, which a worker's rows alone don't tell."""
+    return out - 0.3 * out.mean(0) if isinstance(out, Tensor) else out
+
+
+def wrapping(path: str, method: str, change: Change) -> Change:
+    """A method of the object, around that of its class, which copies that one's ``__module__``."""
+
+    def apply(layer: Any) -> None:
+        module = layer.get_submodule(path)
+        own = getattr(module, method)
+
+        @functools.wraps(own)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return change(own(*args, **kwargs))
+
+        setattr(module, method, wrapped)
+
+    return apply
+
+
+def hooking(path: str, change: Change) -> Change:
+    return lambda layer: layer.get_submodule(path).register_forward_hook(
+        functools.wraps(nn.Linear.forward)(lambda module, inputs, out: change(out))
+    )
+
+
+def setting(name: str, value: Any) -> Change:
+    return lambda layer: setattr(layer, name, value)
+
+
+def other_values(layer: Any) -> dict[str, Change]:
+    """Other values of flags, numbers and lists among a layer's attributes."""
+    changes = {}
+    for name, value in vars(layer).items():
+        if name.startswith("_") or name in ("training", "node_dim", "fuse", "inspector"):
+            continue
+        if isinstance(value, bool):
+            changes[name] = setting(name, not value)
+        elif isinstance(value, float):
+            changes[name] = setting(name, value * 0.5 + 0.11)
+    changes["flow"] = setting("flow", "target_to_source")
+    changes["aggr_module"] = setting("aggr_module", gnn.aggr.MaxAggregation())
+    return {f"another {name}": change for name, change in changes.items()}
+
+
+def changes_of(layer: Any) -> dict[str, Change]:
+    found = other_values(layer)
+    for method in ("message", "aggregate", "update", "edge_update", "forward", "propagate"):
+        found[f"{method}, doubled"] = wrapping("", method, doubled)
+        found[f"{method}, centred"] = wrapping("", method, centred)
+    for path, module in layer.named_modules():
+        if path and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found[f"forward of {path}, centred"] = wrapping(path, "forward", centred)
+            found[f"forward of {path}, doubled"] = wrapping(path, "forward", doubled)
+            found[f"hook of {path}, centred"] = hooking(path, centred)
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            found[f"weight of {path}, parametrized"] = lambda layer, path=path: (
+                parametrize.register_parametrization(layer.get_submodule(path), "weight", Tanh())
+            )
+    for name, parameter in layer.named_parameters(recurse=False):
+        found[f"{name} gone"] = setting(name, None)
+        found[f"another {name}"] = setting(name, nn.Parameter(parameter.detach() * 0.4))
+    return found
+
+
+def result_of(case: tuple[str, str, str], root: Path | None) -> Any:
+    name, change, when = case
+    make, edge, constants = {**LAYERS, **WIDER}[name]
+    layer = copy.deepcopy(build(make))  # Defaults such as an activation are one object of all.
+    apply = changes_of(layer)[change]
+    data = GRAPH if root is None else pyg_sar.load_partition(root)
+    try:
+        if when == "before":
+            apply(layer)
+        layer = layer if root is None else pyg_sar.distribute(layer)
+        if when == "after":
+            one_pass(layer, data, edge, constants)
+            apply(layer)
+        return vars(one_pass(layer, data, edge, constants))
+    except DistributedIndexError as error:
+        return str(error)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return (
+            f"{type(error).__name__}: {error}"  # as PyG says it, too, or the next test would fail
+        )
+
+
+def sweep(root: Path | None, cases: list[tuple[str, str, str]]) -> list[Any]:
+    return [result_of(case, root) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts") / "2"
+    pyg_sar.write_partitions(GRAPH, 2, folder, "random")
+    return folder
+
+
+def must_run(change: str) -> bool:
+    """Says which changes are right, as they must be, and not refused."""
+    refused = ("hook of", "propagate", "message, centred", "aggregate, centred", "edge_update")
+    within = ("weight of nn.2", "forward of nn", "forward of lin_edge, centred", "another aggr")
+    parts = change.startswith("forward of aggr_module") and "centred" in change
+    return not parts and not change.startswith((*refused, *within))
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [*((workers, name) for name in NAMES), (parts, "gin"), (parts, "gat, edges")]
+)
+def test_a_changed_layer_is_right_or_refused(start: Any, name: str, root: Path):
+    make, _, _ = {**LAYERS, **WIDER}[name]
+    cases = [
+        (name, change, when) for change in changes_of(build(make)) for when in ("before", "after")
+    ]
+    expected = sweep(None, cases)
+    assert sum(isinstance(value, dict) for value in expected) > len(cases) // 2
+    for found in start(sweep, 2, root, cases):
+        for case, result, right in zip(cases, found, expected, strict=True):
+            if not isinstance(result, str):
+                assert not isinstance(right, str), (case, right)
+                torch.testing.assert_close(
+                    result, right, rtol=1e-9, atol=1e-9, msg=lambda m, case=case: f"{case}: {m}"
+                )
+            elif not isinstance(right, str):
+                assert not must_run(case[1]), (case, result)
+
+
+# Classes #####################################################################
+
+
+class OwnPropagate(gnn.GCNConv):
+    def propagate(self, edge_index: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().propagate(edge_index, **kwargs)
+
+
+class OwnEdgeUpdater(gnn.GATConv):
+    def edge_updater(self, edge_index: Any, **kwargs: Any) -> Tensor:
+        return 0.5 * super().edge_updater(edge_index, **kwargs)
+
+
+class OwnCall(gnn.SAGEConv):
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return centred(super().__call__(*args, **kwargs))
+
+
+class OwnHelper(gnn.ChebConv):
+    """``forward`` is PyG's, and calls a method that isn't, with all rows and edges."""
+
+    def __norm__(self, *args: Any, **kwargs: Any) -> Any:
+        edges, weight = super().__norm__(*args, **kwargs)
+        return edges, weight / weight.abs().max()
+
+
+class OwnMessage(gnn.SAGEConv):
+    def message(self, x_j: Tensor) -> Tensor:
+        return 3 * super().message(x_j)
+
+
+CLASSES: dict[type, Callable[[], nn.Module]] = {
+    OwnPropagate: lambda: OwnPropagate(6, 5),
+    OwnEdgeUpdater: lambda: OwnEdgeUpdater(6, 5),
+    OwnCall: lambda: OwnCall(6, 5),
+    OwnHelper: lambda: OwnHelper(6, 5, 3),
+    OwnMessage: lambda: OwnMessage(6, 5),
+}
+
+
+def of_own_classes(root: Path | None) -> list[Any]:
+    data, found = GRAPH if root is None else pyg_sar.load_partition(root), []
+    for make in CLASSES.values():
+        layer: Any = build(make)
+        try:
+            layer = layer if root is None else pyg_sar.distribute(layer)
+            found.append(vars(one_pass(layer, data)))
+        except DistributedIndexError as error:
+            found.append(str(error))
+    return found
+
+
+def test_classes_that_override_what_layers_run_by_are_right_or_refused(root: Path):
+    expected = of_own_classes(None)
+    for found in workers(of_own_classes, 2, root):
+        for kind, result, right in zip(CLASSES, found, expected, strict=True):
+            if isinstance(result, str):
+                names = {OwnPropagate: "propagate()", OwnEdgeUpdater: "edge_updater()"}
+                assert f"a method {names.get(kind, '__call__()')} of the user's" in result, kind
+            else:
+                assert kind in (OwnHelper, OwnMessage)
+                torch.testing.assert_close(result, right, rtol=1e-9, atol=1e-9, msg=kind.__name__)
+
+
+def explained_and_trained(root: Path | None) -> Any:
+    """A layer that is explained, and then trained again."""
+    data = GRAPH if root is None else pyg_sar.load_partition(root)
+    layer: Any = build(lambda: gnn.SAGEConv(6, 5))
+    layer = layer if root is None else pyg_sar.distribute(layer)
+    layer.explain = True
+    layer.explain = False
+    assert root is None or "propagate" not in vars(layer)  # PyG leaves its own there.
+    return vars(one_pass(layer, data))
+
+
+def test_a_layer_that_was_explained_runs_as_before(root: Path):
+    expected = explained_and_trained(None)
+    for found in workers(explained_and_trained, 2, root):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
