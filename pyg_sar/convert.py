@@ -56,13 +56,6 @@ def _dist_class(
     return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
 
 
-def plain_class(kind: type) -> type:
-    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
-    while "replaced" in vars(kind):
-        kind = vars(kind)["replaced"]
-    return kind
-
-
 def distribute(
     model: torch.nn.Module,
     policy: SARPolicy | None = None,

@@ -245,3 +245,39 @@ def test_a_layer_that_was_explained_runs_as_before(root: Path):
     expected = explained_and_trained(None)
     for found in workers(explained_and_trained, 2, root):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+# Whole models in files #######################################################
+
+
+def trained_and_saved(root: Path, path: Path) -> nn.Module:
+    data = pyg_sar.load_partition(root)
+    model = build(lambda: gnn.GAT(6, 8, 2, 5, heads=2, norm="batch"))
+    model = pyg_sar.distribute(model)
+    one_pass(model, data)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad)
+    twin = copy.deepcopy(model)
+    one_pass(twin, data)  # A copy runs here as the model does.
+    if pyg_sar.comm.current().rank == 0:
+        torch.save(model, path)
+    return model
+
+
+def test_a_saved_model_is_that_of_pyg(root: Path, tmp_path: Path):
+    model = build(lambda: gnn.GAT(6, 8, 2, 5, heads=2, norm="batch"))
+    one_pass(model, GRAPH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad)
+    expected = one_pass(model, GRAPH)
+    returned = workers(trained_and_saved, 2, root, tmp_path / "model.pt")
+    for found in (torch.load(tmp_path / "model.pt", weights_only=False), *returned):
+        kinds = {type(module) for module in found.modules()}
+        assert kinds == {type(module) for module in model.modules()}
+        assert not any("pyg_sar" in str(type(v)) for m in found.modules() for v in vars(m).values())
+        model.zero_grad()
+        torch.testing.assert_close(
+            vars(one_pass(found, GRAPH))["out"], expected.out, rtol=1e-9, atol=1e-9
+        )

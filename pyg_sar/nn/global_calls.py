@@ -7,6 +7,8 @@ workers through :class:`~pyg_sar.tensors.boundary.Shared`: their backward passes
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -57,6 +59,7 @@ from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
+_OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls"})
 _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
 
 
@@ -600,13 +603,43 @@ def _works_on_all_nodes(kind: Any) -> bool:
     )
 
 
+def plain_class(kind: type) -> type:
+    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
+    while "replaced" in vars(kind):
+        kind = vars(kind)["replaced"]
+    return kind
+
+
+def _pickled(module: Any, protocol: Any) -> Any:
+    """A module is pickled as what it was before: a plain one, which any process can load."""
+    state = {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_A_RUN and not type(value).__module__.startswith("pyg_sar.")
+    }
+    state |= dict.fromkeys(state.keys() & _CACHES)
+    return copyreg._reconstructor, (plain_class(type(module)), object, None), state  # type: ignore[attr-defined]
+
+
+def _copied(module: Any, memo: Any = None) -> Any:
+    """A copy of a module runs as that one does."""
+    twin = object.__new__(type(module))
+    if memo is None:
+        twin.__dict__.update(vars(module))
+    else:
+        memo[id(module)] = twin
+        twin.__setstate__(copy.deepcopy(vars(module), memo))
+    return twin
+
+
 def names_of(kind: type) -> dict[str, Any]:
     """Returns what a class that takes the place of another one has by its body: its names, and it.
 
-    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells. What is
+    pickled is of the class ``kind``.
     """
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return {**names, "replaced": kind}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "replaced": kind}
+    return {**names, "__reduce_ex__": _pickled, "__copy__": _copied, "__deepcopy__": _copied}
 
 
 @cache

@@ -25,7 +25,7 @@ from torch_geometric.utils import add_remaining_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
-from pyg_sar.convert import distribute, plain_class
+from pyg_sar.convert import distribute
 from pyg_sar.errors import WorkerError
 from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
@@ -282,15 +282,9 @@ def _in_parts(
 
 
 def _to_send(model: nn.Module) -> nn.Module:
-    """Returns a model that another process can load: on the CPU, of classes that have a name."""
-    layers = [module for module in model.modules() if plain_class(type(module)) is not type(module)]
-    if layers or any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
-        model = copy.deepcopy(model).cpu()
-    for module in model.modules():
-        if (kind := plain_class(type(module))) is not type(module):
-            module.__class__ = kind
-            for name in ("own_graphs", "shared_parameters", "model_draws"):
-                vars(module).pop(name, None)
+    """Returns a model on the CPU, which another process can load."""
+    if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
+        return copy.deepcopy(model).cpu()
     return model
 
 
