@@ -20,7 +20,9 @@ from torch_geometric.nn import (
     GraphConv,
     MessagePassing,
     RGATConv,
+    SAGEConv,
     TransformerConv,
+    aggr,
 )
 from torch_geometric.utils import dropout_edge, dropout_node
 
@@ -353,7 +355,26 @@ def permuted(model, x, edge_index):
     return model.conv(x, edge_index[:, backwards])
 
 
+def aggregating(aggregation):
+    return SAGEConv(6, 6, aggr=aggregation)
+
+
+def attended():
+    options = {"in_channels": 6, "out_channels": 6, "num_heads": 2, "dropout": 0.5}
+    return aggr.MultiAggregation(["mean", "max"], mode="attn", mode_kwargs=options)
+
+
+def mapped_sums():
+    """Dropout of messages, and of what they sum to."""
+    first = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5))
+    return aggr.DeepSetsAggregation(first, copy.deepcopy(first))
+
+
 REFUSED = {
+    "a function within another": (
+        aggregating(attended()),
+        "SAGEConv.*draws random numbers by a function that is not known",
+    ),
     "a function that isn't known": (
         Drawing(lambda layer, x: F.rrelu(x, training=True)),
         "Drawing.*by a function that is not known to draw a row for each edge",
@@ -380,6 +401,7 @@ RIGHT = {
     "nodes in another order": Plain(transposed),
     "edges in another order": Plain(permuted),
     "drawn before the model": Plain(before),
+    "of what messages sum to": aggregating(mapped_sums()),
 }
 
 

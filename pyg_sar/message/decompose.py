@@ -169,7 +169,8 @@ class _Parts:
         def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
             t = module.t if module.channels == 1 else module.t.view(-1, module.channels)
             alpha = x if isinstance(t, int | float) and t == 1 else x * t
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not module.semi_grad):
+            constant = module.semi_grad and not module.learn
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not constant):
                 alpha = softmax(alpha, index, None, targets, 0)
             return x * alpha
 

@@ -296,7 +296,7 @@ class Drawing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = DRAWS.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
         return handler(self, func, args, kwargs or {})
@@ -395,7 +395,7 @@ def _of_filling(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return func(*args, **kwargs) if found is None else x.copy_(found)
 
 
-_HANDLERS: dict[Any, Any] = {
+DRAWS: dict[Any, Any] = {
     F.dropout: _of_dropout,
     torch.dropout: _of_plain_dropout,
     torch.dropout_: _of_plain_dropout,
@@ -403,3 +403,4 @@ _HANDLERS: dict[Any, Any] = {
     torch.randn_like: _of_like,
     **dict.fromkeys(_IN_PLACE, _of_filling),
 }
+"""Functions that are known to draw a row for each row of a tensor, and what stands for them."""

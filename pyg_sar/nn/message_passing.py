@@ -389,12 +389,15 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
+        out: Any = None
         with self._drawing(edge_index, kwargs) as draws:
-            out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
-            if out is None:
+            found = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
+            if found is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
-            if out is None:
-                out = self._aggregated(edge_index, kwargs, choice, draws)
+            if found is None and out is None:
+                found = self._aggregated(edge_index, kwargs, choice, draws)
+        if found is not None:
+            out = self._finished(edge_index, choice, *found)
         if choice.sets:
             self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
         if pristine(self, "update", of=MessagePassing) and not self._propagate_forward_hooks:
@@ -413,17 +416,21 @@ class DistMessagePassing(MessagePassing):
 
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
-    ) -> Tensor | None:
-        """Returns sums of source rows by kernel; ``None`` where messages are something else."""
+    ) -> tuple[list[Tensor], Tensor] | None:
+        """Returns sums of source rows by kernel, and in-degrees; ``None`` for other messages."""
         call = sums_call(self, edge_index, kwargs, choice)
-        found = None if call is None else call.run(self, edge_index, kwargs)
-        if found is None:
-            return None
-        results, in_degree = found
+        return None if call is None else call.run(self, edge_index, kwargs)
+
+    def _finished(
+        self, edge_index: DistEdgeIndex, choice: Choice, results: list[Tensor], in_degree: Tensor
+    ) -> Tensor:
+        """Returns the aggregate of reductions; random numbers for it come after the messages'."""
         if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
-            out: Tensor = results[0]
-            return out
-        return decomposition_of(self, False).finish(results, in_degree, self.node_dim)
+            return results[0]
+        finish = decomposition_of(self, choice.strategy == "chunked").finish
+        draws = self.model_draws if self.may_draw() else None
+        with nullcontext() if draws is None else draws.around(self, (edge_index,), {}):
+            return finish(results, in_degree, self.node_dim)
 
     def _attended(
         self,
@@ -454,8 +461,8 @@ class DistMessagePassing(MessagePassing):
         kwargs: dict[str, Any],
         choice: Choice,
         draws: EdgeDraws | None,
-    ) -> Tensor:
-        """Returns messages computed and aggregated tile by tile."""
+    ) -> tuple[list[Tensor], Tensor]:
+        """Returns reductions of messages, computed tile by tile, and in-degrees."""
         must_be_fused(self)
         complete = choice.strategy == "chunked"
         reductions = decomposition_of(self, complete)
@@ -474,7 +481,7 @@ class DistMessagePassing(MessagePassing):
             ) from error
         axis = self.node_dim
         results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
-        return reductions.finish(results, kernel.schedule.in_degree, axis)
+        return results, kernel.schedule.in_degree
 
     # One process #############################################################
 

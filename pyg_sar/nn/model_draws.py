@@ -29,6 +29,7 @@ from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.message.edge_draws import (
+    DRAWS,
     Drawing,
     EdgeDraws,
     Strength,
@@ -54,6 +55,12 @@ _REFUSED = {
 }  # fmt: skip
 
 
+_UNKNOWN = (
+    "is not known. Known: F.dropout, torch.rand, torch.randn, torch.randint, torch.rand_like, "
+    "torch.randn_like, bernoulli_(p), uniform_, normal_, exponential_"
+)
+
+
 class ModelDraws(Drawing):
     """Draws the random numbers of one call of a layer. See [Note: rows of nodes].
 
@@ -70,15 +77,32 @@ class ModelDraws(Drawing):
         self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
         self._total: int | None = None
         self._away = 0
+        self._mark = generator_mark(comm.device)
 
     @contextmanager
     def away(self) -> Iterator[None]:
         """Lets what is drawn meanwhile alone: layers see to their own draws."""
-        self._away += 1
+        with self._known_draws():
+            self._away += 1
+            try:
+                yield
+            finally:
+                self._away -= 1
+
+    @contextmanager
+    def _known_draws(self) -> Iterator[None]:
+        """Draws meanwhile are known ones."""
+        self.check_no_other()
         try:
             yield
         finally:
-            self._away -= 1
+            self._mark = generator_mark(self._comm.device)
+
+    def check_no_other(self) -> None:
+        """Raises where a function that is not known has drawn: within another one, or in C++."""
+        several = self._comm.world_size > 1 and not self._away
+        if several and generator_mark(self._comm.device) != self._mark:
+            raise self._refusal(f"draws random numbers by a function that {_UNKNOWN}")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -87,15 +111,13 @@ class ModelDraws(Drawing):
         if self._away:
             return func(*args, **kwargs)
         if func in _REFUSED and _draws(func, args, kwargs):
-            raise self._refusal(
-                f"'{name_of(func)}' is not known. Known: F.dropout, torch.rand, torch.randn, "
-                "torch.randint, torch.rand_like, torch.randn_like, bernoulli_(p), uniform_, "
-                "normal_, exponential_"
-            )
+            raise self._refusal(f"'{name_of(func)}' {_UNKNOWN}")
         make = _OF_SHAPE.get(func)
         if make is not None:
-            return self._of_shape(func, make, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+            with self._known_draws():
+                return self._of_shape(func, make, args, kwargs)
+        with self._known_draws() if func in DRAWS else nullcontext():
+            return super().__torch_function__(func, types, args, kwargs)
 
     def like(self, x: Tensor, fill: Fill, dtype: torch.dtype | None = None) -> Tensor | None:
         if type(x) not in (Tensor, Parameter) and not isinstance(x, DeferredEdge):
@@ -274,6 +296,7 @@ class DrawsOfLayers:
         try:
             with draws:
                 yield
+            draws.check_no_other()
         finally:
             self.open.pop()
 
