@@ -207,6 +207,19 @@ def test_activation_checkpointing(reentrant: bool, last: bool, graph: Data, root
     sweep.check(timeout=20.0)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_where_a_worker_has_no_nodes(reentrant: bool, tmp_path: Path):
+    """It asks how gradients of no edges look: within a checkpoint, but not by computing again."""
+    data = make_graph(seed=6)
+    part = torch.arange(data.num_nodes) % 2 * 2
+    pyg_sar.write_partitions(data, 3, tmp_path / "3", part)
+    policies = [SARPolicy(mode=mode, kernels="off") for mode in (1, 2)]
+    sweep = Sweep(3)
+    model = Checkpointed(reentrant, False).double()
+    sweep.add(f"reentrant {reentrant}", Job(model, tmp_path / "3", policies=policies), data)
+    sweep.check(timeout=20.0)
+
+
 # Inputs ######################################################################
 
 

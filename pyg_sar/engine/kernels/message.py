@@ -311,6 +311,7 @@ class MessagesForward(Pass):
             preserved_attributes(program.layer, buffers=True),
             ambient.autocast(),
             detached_parameters(program.layer) as parameters,
+            saved_tensors_hooks(_own, _own),  # Not those of a checkpoint, which would recompute.
             suppress(IndexError, RuntimeError, ValueError),  # Some messages fail without edges.
         ):
             rows = [source[:0] for source in self.sources]
