@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hosted_workers import host
 from oracle import apart, make_graph, whole
 from torch_geometric.nn import (
+    APPNP,
     GAT,
     FAConv,
     GATConv,
@@ -401,6 +402,7 @@ RIGHT = {
     "nodes in another order": Plain(transposed),
     "edges in another order": Plain(permuted),
     "drawn before the model": Plain(before),
+    "edges with self loops": APPNP(3, 0.1, dropout=0.4),
     "of what messages sum to": aggregating(mapped_sums()),
 }
 

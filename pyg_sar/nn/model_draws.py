@@ -69,11 +69,14 @@ class ModelDraws(Drawing):
         strength: ``'same'`` or ``'keyed'``.
         title: The layer, for messages.
         given: The arguments of ``forward``, among which are its edges.
+        layer: The layer, which may keep its edges with self loops (``cached=True``).
     """
 
-    def __init__(self, comm: Communicator, strength: Strength, title: str, given: Any) -> None:
+    def __init__(
+        self, comm: Communicator, strength: Strength, title: str, given: Any, layer: Any
+    ) -> None:
         super().__init__()
-        self._comm, self._draws, self._title = comm, Draws(strength), title
+        self._comm, self._draws, self._title, self._layer = comm, Draws(strength), title, layer
         self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
         self._total: int | None = None
         self._away = 0
@@ -161,7 +164,10 @@ class ModelDraws(Drawing):
         count = shape[0] if shape else -1
         locals_ = {edges.plan.num_local for edges in self._edges}
         deeper = bool(locals_.intersection(shape[1:]))
-        known = [count in locals_, deeper, *(edges.size(1) == count for edges in self._edges)]
+        kept = tree_leaves(getattr(self._layer, "_cached_edge_index", None))
+        normalised = [leaf for leaf in kept if isinstance(leaf, DistEdgeIndex)]
+        candidates = [*self._edges, *(e for e in normalised if e is not self._edges[0])]
+        known = [count in locals_, deeper, *(edges.size(1) == count for edges in candidates)]
         facts = [generator_mark(device), crc32(repr(shape).encode())]
         mine = [*facts, *(-fact for fact in facts), *(int(not fact) for fact in known)]
         said = torch.tensor(mine, device=self._comm.device)
@@ -169,7 +175,7 @@ class ModelDraws(Drawing):
         if found[0] != -found[2]:
             raise unlike(self._comm, self._title, self._draws.strength)
         alike, (nodes, deeper, *edges) = found[1] == -found[3], [not no for no in found[4:]]
-        of_edges = [e for e, fits in zip(self._edges, edges, strict=True) if fits]
+        of_edges = [e for e, fits in zip(candidates, edges, strict=True) if fits]
         if nodes and not of_edges:
             return self._nodes(what)
         if of_edges and not nodes:
@@ -291,7 +297,7 @@ class DrawsOfLayers:
             args: What it is called with on this worker.
             kwargs: The same by name.
         """
-        draws = ModelDraws(self.comm, self.strength, type(layer).__name__, (args, kwargs))
+        draws = ModelDraws(self.comm, self.strength, type(layer).__name__, (args, kwargs), layer)
         self.open.append(draws)
         try:
             with draws:
