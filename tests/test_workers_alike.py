@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import Partitions, make_graph, workers
 from torch_geometric.nn import GAT, GraphNorm
 
@@ -35,6 +37,66 @@ def test_an_attribute_changed_on_one_worker(learns, tmp_path):
         message = f"'{where}.{name}: {value}' at rank 1, '{where}.{name}: "
         with pytest.raises(WorkerError, match=message):
             workers(change, 2, root, where, name, value, learns)
+
+
+def other_ids(model, data, draw):
+    rows = model(data.x, data.edge_index)[torch.from_numpy(draw.permutation(40)[:10])]
+    return rows.square().sum()
+
+
+def other_order(model, data, draw):
+    return model(data.x, data.edge_index)[torch.from_numpy(draw.permutation(40))][:5].sum()
+
+
+def other_features(model, data, draw):
+    return model(torch.from_numpy(draw.random((40, data.num_features))), data.edge_index).sum()
+
+
+def other_noise(model, data, draw):
+    noise = torch.from_numpy(draw.random((40, data.num_features)))
+    return model(data.x + noise, data.edge_index).sum()
+
+
+def other_labels(model, data, draw):
+    out = model(data.x, data.edge_index)
+    return F.cross_entropy(out, torch.from_numpy(draw.integers(0, 2, 40)))
+
+
+def other_mask(model, data, draw):
+    chosen = torch.zeros(40, dtype=torch.bool)
+    chosen[torch.from_numpy(draw.permutation(40)[:20])] = True
+    return model(data.x, data.edge_index)[chosen].sum()
+
+
+def other_edges(model, data, draw):
+    kept = torch.from_numpy(draw.random(data.num_edges) < 0.5)
+    return model(data.x, data.edge_index[:, kept]).sum()
+
+
+def trained_with(root, loss, seeds):
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 2).double())
+    draw = np.random.default_rng(seeds[pyg_sar.comm.current().rank])
+    value = loss(model, data, draw)
+    value.backward()
+    return value.item()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [other_ids, other_order, other_features, other_noise, other_labels, other_mask, other_edges],
+)
+def test_plain_tensors_that_differ(loss, tmp_path):
+    """As NumPy draws them where nobody gave it a seed; equal ones are right."""
+    root = Partitions(tmp_path)(make_graph(), 2)
+    with pytest.raises(WorkerError, match="different values in a plain tensor .*numpy.random"):
+        workers(trained_with, 2, root, loss, (0, 1))
+    torch.manual_seed(0)
+    data = make_graph()
+    model = GAT(data.x.size(1), 4, 2, 2).double()
+    expected = loss(model, data, np.random.default_rng(3)).item()
+    assert workers(trained_with, 2, root, loss, (3, 3)) == pytest.approx([expected] * 2, rel=1e-9)
 
 
 def stops_in_a_debugger():

@@ -79,6 +79,8 @@ class Communicator(ABC):
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
         self.drawn = 0
         """Tells the state of the random generators after the last draw of rows of all workers."""
+        self.plain = 0
+        """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
         self.in_layer = False
         """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None

@@ -114,6 +114,12 @@ def differ(found: Sequence[Any]) -> bool:
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
+def _processor(device: torch.device) -> str:
+    """Returns what tells kinds of processors apart."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    return kind if device.type != "cuda" else f"{kind} {torch.cuda.get_device_name(device)}"
+
+
 @torch.no_grad()
 def reconcile(
     named: Sequence[tuple[str, Tensor]], comm: Communicator, settings: Sequence[str] = ()
@@ -126,6 +132,9 @@ def reconcile(
         ValueError: on every worker, for larger ones, with the tensor's name and the ranks; for
             a setting that differs, with its layer and the ranks.
     """
+    processors = set(comm.all_gather_object(_processor(comm.device)))
+    if len(processors) > 1:  # These round in other ways what was computed alike.
+        settings = [line for line in settings if not line.startswith("plain tensors")]
     unlike = first_difference(settings, comm)
     if unlike is not None:
         rank, here, first = unlike
@@ -134,6 +143,14 @@ def reconcile(
                 f"The random generators of rank {rank} and rank 0 are in different states (this is "
                 f"rank {comm.rank}), so that dropout, say, draws different numbers: call "
                 "torch.manual_seed() alike on all workers, and draw nothing on some of them alone"
+            )
+        if here.startswith("plain tensors"):
+            raise ValueError(
+                f"Rank {rank} and rank 0 hold different values in a plain tensor beside tensors of "
+                f"the graph (this is rank {comm.rank}): in ids or a mask that choose nodes, or in "
+                "a row for each node, say. Seed what draws it alike on all workers (also "
+                "numpy.random and random, which torch.manual_seed() doesn't seed), or take it from "
+                "the data"
             )
         raise ValueError(
             f"A layer's attribute differs between the {comm.members}: '{here}' at {comm.member} "

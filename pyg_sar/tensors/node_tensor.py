@@ -43,7 +43,7 @@ from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
-from pyg_sar.tensors.rows import Rows, Writes
+from pyg_sar.tensors.rows import Rows, Writes, note_plain
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -279,6 +279,7 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
         axis: The axis of the rows.
     """
     if not isinstance(x, NodeTensor):
+        note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
     if x.axis != axis:
         raise DistributedIndexError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors.node_tensor import NodeTensor, refusal, whole
-from pyg_sar.tensors.rows import GATHER_LIMIT, Rows
+from pyg_sar.tensors.rows import GATHER_LIMIT, Rows, note_plain
 from pyg_sar.wording import counted
 
 
@@ -66,6 +66,7 @@ def beside(func: Any, tensor: Tensor, rows: Rows, axis: int, operands: Sequence[
             return rows.cut(tensor, axis)
         return tensor
     if tensor.size(axis) == rows.total:
+        note_plain(tensor, rows.comm)
         return rows.cut(tensor, axis)
     if rows.total == 1:
         raise refusal(func, "broadcasts one selected row", *operands)
@@ -112,6 +113,7 @@ def own(tensor: Any, rows: Rows, axis: int) -> Any:
             f"A tensor of shape {list(tensor.shape)} has not {counted(rows.total, 'rows')} along "
             f"axis {axis}"
         )
+    note_plain(tensor, rows.comm)
     return rows.cut(tensor, axis)
 
 

@@ -8,6 +8,7 @@ rows (none, say). Answers are kept, as are selections by the same mask or the sa
 from __future__ import annotations
 
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -53,6 +54,34 @@ def written(tensor: Tensor) -> int:
     """Counts writes into a tensor, those by ``x.data`` too where it is a node tensor."""
     writes = getattr(tensor, "writes", None)
     return writes.count if isinstance(writes, Writes) else version_of(tensor)
+
+
+_COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
+
+
+def note_plain(tensor: Tensor, comm: Communicator) -> None:
+    """Notes what a plain tensor holds, of which each worker takes its rows, or ids of rows.
+
+    All workers must hold the same. The next sum of gradients compares what they have noted
+    (:meth:`pyg_sar.nn.shared_parameters.SharedParameters.settings`), so that nothing more is sent.
+
+    Args:
+        tensor: The tensor. What is computed from parameters is compared with these.
+        comm: The workers.
+    """
+    if comm.world_size == 1 or tensor.requires_grad or tensor.layout != torch.strided:
+        return
+    version = version_of(tensor)
+    if version >= 0 and getattr(tensor, "_pyg_sar_noted", None) == version:
+        return
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    words = whole.view(-1).view(torch.uint8)
+    mark = zlib.crc32(words[:_COMPARED].cpu().numpy().tobytes(), comm.plain)
+    if words.numel() > _COMPARED:
+        even = words[_COMPARED : words.numel() // 4 * 4].view(torch.int32)
+        mark = zlib.crc32(repr(int(even.sum(dtype=torch.int64))).encode(), mark)
+    comm.plain = mark
+    tensor._pyg_sar_noted = version  # type: ignore[attr-defined]
 
 
 def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
@@ -255,6 +284,7 @@ class Rows:
         return self.keep(("ids", id(index), written(index)), index, lambda: self._taken(index))
 
     def _taken(self, index: Tensor) -> Rows:
+        note_plain(index, self.comm)
         index = self.checked(index)
         local = self.local(index)
         here = (local >= 0).nonzero().view(-1)
