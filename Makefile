@@ -62,8 +62,9 @@ test-versions: ## Try the oldest and the newest PyTorch and PyG with each Python
 
 nightly: test-full test-hosted test-random test-versions ## Run all that takes too long for each change (hours)
 
-docs: $(STAMPS)/docs ## Write the API reference to build/api; references that lead nowhere are errors
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/api
+docs: $(STAMPS)/docs ## Write guides and API reference to build/site; references that lead nowhere are errors
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/api -b html . build/site
+	cp build/site/README.html build/site/index.html
 	$(BIN)/pytest -q tests/test_documents.py -k links
 
 lint: $(STAMPS)/test ## Run ruff and mypy
