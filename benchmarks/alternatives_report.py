@@ -87,7 +87,7 @@ def plot(path: str, text: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    parts = [part.split("\n## ")[0] for part in re.split(r"^### ", text, flags=re.MULTILINE)[1:]]
     figure, axes = plt.subplots(2, len(parts), figsize=(10, 5), sharey=True, squeeze=False)
     for (upper, lower), part in zip(axes.T, parts, strict=True):
         cells = [[cell.strip() for cell in line.split("|")] for line in part.splitlines()]
