@@ -24,7 +24,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-full test-gpu test-hosted test-random test-versions coverage docs lint format clean distclean
+.PHONY: help venv demo test test-full test-gpu test-hosted test-random test-versions nightly coverage docs lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,8 +60,11 @@ coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/wha
 test-versions: ## Try the oldest and the newest PyTorch and PyG with each Python at hand (gigabytes)
 	$(PYTHON) benchmarks/tested_versions.py --out docs/versions.md
 
-docs: $(STAMPS)/docs ## Write the API reference to build/api; references that lead nowhere are errors
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/api
+nightly: test-full test-hosted test-random test-versions ## Run all that takes too long for each change (hours)
+
+docs: $(STAMPS)/docs ## Write guides and API reference to build/site; references that lead nowhere are errors
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/api -b html . build/site
+	cp build/site/README.html build/site/index.html
 	$(BIN)/pytest -q tests/test_documents.py -k links
 
 lint: $(STAMPS)/test ## Run ruff and mypy

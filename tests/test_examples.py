@@ -19,6 +19,7 @@ from pyg_sar.kernels import ops
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "debug_in_a_notebook.ipynb"
+TUTORIAL = EXAMPLES.parent / "docs" / "tutorial.ipynb"
 
 
 def run_example(name: str) -> str:
@@ -135,32 +136,50 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(text) for text in texts)
 
 
-def test_notebook_runs_and_gives_the_outputs_it_shows(tmp_path, monkeypatch):
-    """After a change: ``PYTHONWARNINGS=ignore jupyter execute --inplace examples/*.ipynb``."""
+def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The cells of a notebook that ran and gave the outputs that its file shows.
+
+    After a change: ``PYTHONWARNINGS=ignore jupyter execute --inplace docs/*.ipynb``.
+    """
     nbclient = pytest.importorskip("nbclient", reason="the extra 'notebook' is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the extra 'notebook' is not installed")
     pytest.importorskip("ipykernel", reason="the extra 'notebook' is not installed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     # The kernel warns about its transport, tqdm about missing widgets.
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
-    shown = json.loads(NOTEBOOK.read_text())["cells"]
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    shown = json.loads(path.read_text())["cells"]
+    notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(
-        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": folder}}
     ).execute()
     for before, after in zip(shown, notebook.cells, strict=True):
         if before["cell_type"] == "code":
             assert shape(outputs(after)) == shape(outputs(before)), before["source"]
-    assert any("four workers" in outputs(c) for c in shown if c["cell_type"] == "code")
+    return [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+
+
+def test_notebook_runs_and_gives_the_outputs_it_shows(tmp_path, monkeypatch):
+    found = executed(NOTEBOOK, tmp_path, monkeypatch)
+    assert any("four workers" in outputs(cell) for cell in found)
+
+
+@pytest.mark.skipif(not ops.built, reason="no C++ kernels")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the store is for Linux")
+def test_tutorial_runs_and_keeps_its_limit_of_memory(tmp_path, monkeypatch):
+    text = "".join(outputs(cell) for cell in executed(TUTORIAL, tmp_path, monkeypatch))
+    without, limit, within = map(int, re.findall(r"(\d+) MiB(?: beyond|:)", text))
+    assert within <= limit < without
+    assert "ok: the same as one process" in text and "DIFFERS: the input of 'conv'" in text
 
 
 def shape(text: str) -> str:
-    """The text with its fractions blanked: their last digits depend on the machine."""
-    return re.sub(r"\d+\.\d+|\d+e-\d+|target \d+", "#", text.lower())
+    """The text without its fractions and peaks, which depend on the machine."""
+    return re.sub(r"\d+\.\d+|\d+e-\d+|target \d+|\d+ mib beyond", "#", text.lower())
 
 
-def test_notebook_shows_no_errors_and_no_paths():
-    text = NOTEBOOK.read_text()
+@pytest.mark.parametrize("path", [NOTEBOOK, TUTORIAL], ids=lambda path: path.stem)
+def test_notebook_shows_no_errors_and_no_paths(path):
+    text = path.read_text()
     assert '"output_type": "error"' not in text and '"stderr"' not in text
     assert not re.search(r"/(home|root|tmp|work|Users)\b", text)
     code = [c for c in json.loads(text)["cells"] if c["cell_type"] == "code"]

@@ -169,7 +169,7 @@ def test_nodes_without_label_are_in_no_split(tmp_path):
     # Several labels per node: those of which one is known.
     many = np.where(y[:, None] < 0, np.nan, 1.0) * np.ones((100, 3))
     np.savez(tmp_path / "m.npz", edge_index=np.zeros((2, 0), np.int32), num_nodes=100, y=many)
-    assert sum(sizes(load_graph(str(tmp_path / "m.npz")))) == 70
+    assert sum(sizes(load_graph(tmp_path / "m.npz"))) == 70
     with pytest.raises(ValueError, match="per_class needs one class per node"):
         load_graph(str(tmp_path / "m.npz"), split="per_class")
 

@@ -1,7 +1,7 @@
-"""Renders the API reference from the docstrings: ``make docs`` writes it to ``build/api``.
+"""Renders README.md, the guides and the API reference: ``make docs`` writes ``build/site``.
 
-Every module has a page; each package's page names what it exports. References to names of the
-package that lead nowhere are errors.
+Every module has a page, from its docstrings; each package's page names what it exports. References
+to names of the package that lead nowhere are errors, and so are links between the pages.
 """
 
 from __future__ import annotations
@@ -18,15 +18,21 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
 project = "pyg_sar"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "myst_parser"]
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "docs/api/*.rst", "benchmarks/**.md", "extensions/*.md"]
+exclude_patterns = [".*", "build", "**/.*"]
+html_theme = "furo"
+html_title = "pyg_sar"
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_inherit_docstrings = False
 napoleon_use_ivar = True
 html_show_copyright = False
 # A short name of an annotation may mean an alias, too.
-suppress_warnings = ["ref.python"]
+suppress_warnings = ["ref.python", "toc.not_included"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!pyg_sar\.).*"),  # Other packages' names.
@@ -90,6 +96,26 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     return python.resolve_xref(env, node["refdoc"], app.builder, kind, found, node, content)
 
 
+GUIDES = {
+    "Start": ["faq", "how_it_works", "whole-graph", "what-runs"],
+    "Train": ["training", "launching", "larger-than-memory", "link_prediction", "recipes"],
+    "Before and after": ["partitioning", "planning", "verify", "inference"],
+    "More": ["compiled", "gpu", "versions", "results", "architecture"],
+}
+
+
+def add_contents(_: Any, name: str, source: list[str]) -> None:
+    """Adds what the sidebar lists to the first page."""
+    if name == "README":
+        groups = {title: [f"docs/{page}" for page in pages] for title, pages in GUIDES.items()}
+        groups["More"] += ["benchmarks/README", "CONTRIBUTING", "CHANGELOG", "SECURITY"]
+        groups["Reference"] = ["docs/api/index"]
+        for title, pages in groups.items():
+            entries = "\n".join(pages)
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
+
+
 def setup(app: Any) -> None:
+    app.connect("source-read", add_contents)
     app.connect("builder-inited", write_pages)
     app.connect("missing-reference", resolve)

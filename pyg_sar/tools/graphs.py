@@ -143,7 +143,7 @@ class GraphOptions:
 
 
 def load_graph(
-    source: str,
+    source: str | os.PathLike[str],
     *,
     root: str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -152,7 +152,7 @@ def load_graph(
     """Loads a graph from a source (see the table of this module).
 
     Args:
-        source: The source and, after a colon, its options.
+        source: The source and, after a colon, its options; a path, too.
         root: The folder that holds downloaded datasets, or gets them. Default: ``data``. Of a
             PyG dataset with several names, PyG's own ``root`` is taken as well.
         seed: Seed of synthetic graphs, drawn splits and random features.
@@ -168,7 +168,7 @@ def load_graph(
         OSError: When a file is missing or a dataset can't be downloaded.
     """
     check_seed(seed)
-    name, written = parse_source(source)
+    name, written = parse_source(os.fspath(source))
     given = {**written, **options}
     allowed: list[type] = [GraphOptions]
     if name == "synthetic":
