@@ -219,7 +219,7 @@ def run(args: argparse.Namespace, folder: Path, refused: list[str]) -> Iterator[
 
 HEAD = (
     *("model", "parts", "limit", "MiB allowed", "MiB at most", "to no limit", "to one process"),
-    *("s per epoch", "to no limit", "to one process", "MB read", "MB written"),
+    *("s per epoch", "to no limit", "to one process", "MB read", "MB written", "to the least"),
 )
 
 
@@ -228,12 +228,14 @@ def table(found: Found) -> list[str]:
     for (model, parts, name), now in found.items():
         free = found.get((model, parts, "no limit"), now)
         one = found[model, 1, "one process"]
+        least = None if now.limit is None else 2 * (free.peak - now.limit)
         cells = [
             *(model, parts, name, "" if now.limit is None else f"{now.limit / 2**20:.0f}"),
             *(f"{now.peak / 2**20:.0f}", f"{now.peak / free.peak:.2f}"),
             *(f"{now.peak / one.peak:.2f}", f"{now.seconds:.2f}"),
             *(f"{now.seconds / free.seconds:.2f}", f"{now.seconds / one.seconds:.2f}"),
             *(f"{now.read / 1e6:.0f}", f"{now.written / 1e6:.0f}"),
+            "" if least is None else f"{(now.read + now.written) / least:.2f}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
@@ -293,7 +295,8 @@ def document(args: argparse.Namespace, found: Found, refused: list[str], load: f
         "the bit.",
         "",
         "One process: `distribute` on the whole graph. MiB: beyond the start of the process, the "
-        f"libraries' first use included. MB: of the store, per epoch. {limits}",
+        "libraries' first use included. MB: of the store, per epoch. The least: what the same "
+        f"parts take beyond the limit, once out and once in. {limits}",
         "",
         *table(found),
         "",

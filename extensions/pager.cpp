@@ -61,6 +61,7 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   count_.regions = regions;
   budget_ = budget > 0 ? budget : kNoLimit;
   maps_ = current_ = last_error_ = 0;
+  clean_ = 0;
   too_large_ = -1;
   more_at_once_ = 0;
   idle_ = 0;
@@ -129,6 +130,7 @@ void Pager::forget(Region& r) {
 
 void Pager::place(Region& r, State state) {
   queue(r).erase(r.stamp);
+  clean_ += (state == State::kClean ? r.bytes : 0) - (r.state == State::kClean ? r.bytes : 0);
   r.state = state;
   queue(r).emplace(r.stamp, &r);
 }
@@ -249,7 +251,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   r->state = State::kDirty;
   queue(*r).emplace(r->stamp, r);
   ++count_.regions;
-  if (store_ && count_.resident > budget_ / 5 * 3) wake();
+  if (store_ && is_scarce()) wake();
   return r->base;
 }
 
@@ -271,6 +273,7 @@ void Pager::retire(Region& r) {
   --count_.regions;
   if (r.arena >= 0) {
     queue(r).erase(r.stamp);
+    if (r.state == State::kClean) clean_ -= r.bytes;
     if (r.place >= 0) store_->give(r.place, r.bytes);
     r.place = -1;
     if (r.state != State::kOut) {

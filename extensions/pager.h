@@ -130,6 +130,8 @@ class Pager {
   bool prefetch_one(Lock& lock);
   bool read_ahead(Lock& lock, int64_t distance, Region& r);
   bool write_one(Lock& lock);
+  // What must be written before it can leave memory takes most of it.
+  bool is_scarce() const { return count_.resident - cached_bytes_ - clean_ > budget_ / 5 * 4; }
   int64_t arena_at(int64_t distance) const { return (current_ + distance) % num_arenas(); }
   int64_t num_arenas() const { return static_cast<int64_t>(arenas_.size()); }
   void wake();
@@ -153,7 +155,7 @@ class Pager {
   std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;
   Counters count_;
-  int64_t budget_ = 0, cached_bytes_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;
+  int64_t budget_ = 0, cached_bytes_ = 0, clean_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;
   int64_t current_ = 0;
   std::atomic<int64_t> operations_{0}, operation_{0};
   int64_t too_large_ = -1;     // the last operator whose tensors didn't fit together

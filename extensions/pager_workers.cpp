@@ -102,9 +102,10 @@ bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
   return true;
 }
 
-// Only where memory is scarce, and never of the arena that computes: what it makes may be short-lived.
+// As much as the next allocations need, not more: what waits may be freed, or changed, before it has to go. And
+// never of the arena that computes: what it makes may be short-lived.
 bool Pager::write_one(Lock& lock) {
-  if (write_failed_ || count_.resident <= budget_ / 5 * 3) return false;
+  if (write_failed_ || !is_scarce()) return false;
   for (int64_t distance = num_arenas() - 1; distance > 0; --distance) {
     for (const auto& [stamp, r] : arenas_[arena_at(distance)][static_cast<int>(State::kDirty)]) {
       if (r->busy != Busy::kNo || r->pins > 0) continue;

@@ -24,7 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, GATConv, GraphSAGE, SAGEConv, Sequential
+from torch_geometric.nn import (
+    GAT,
+    GCN,
+    GIN,
+    GATConv,
+    GraphSAGE,
+    SAGEConv,
+    Sequential,
+    SimpleConv,
+)
 
 import pyg_sar
 from pyg_sar.comm import current
@@ -238,6 +247,54 @@ def test_parts_without_edges_between_take_their_turns_in_order(tmp_path):
     stored = pyg_sar.run(part_step, root, "gcn", parts=32, memory=64 * MB, store=tmp_path)
     for (a, _), (b, _) in zip(alone, stored, strict=True):
         assert torch.equal(a, b)
+
+
+def written_while_parts_wait(root: str) -> tuple[int, int]:
+    """Bytes written while all parts wait in a sum of rows: forward, backward. The first part's."""
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(SimpleConv(aggr="mean"))
+    x = data.x.clone().requires_grad_()
+    gradient = torch.ones_like(x)
+    written = []
+    for _ in range(2):  # The first makes the plans.
+        current().barrier()
+        written.append(counters()["bytes_written"])
+        out = layer(x, data.edge_index)
+        written.append(counters()["bytes_written"])
+        current().barrier()
+        written.append(counters()["bytes_written"])
+        out.backward(gradient)
+        written.append(counters()["bytes_written"])
+    return written[5] - written[4], written[7] - written[6]
+
+
+def test_no_sum_waits_for_rows(small, tmp_path, monkeypatch):
+    """Memory for it is taken when they are there, and inputs are in the file already."""
+    everything_waits(monkeypatch)
+    found = pyg_sar.run(written_while_parts_wait, small, parts=8, memory=200 * MB, store=tmp_path)
+    assert found[0] == (0, 0)
+
+
+def rooms_of_rows(root: str, rooms: list[int]) -> list[int]:
+    """Bytes for which room was made in a pass over published rows, when the first part has them."""
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(SimpleConv())
+    layer(data.x, data.edge_index)  # makes the plan
+    current().barrier()
+    if current().rank == 0:
+        rooms.clear()
+    layer(data.x, data.edge_index)
+    return list(rooms)
+
+
+def test_published_rows_take_memory_part_by_part(small, tmp_path, monkeypatch):
+    rooms: list[int] = []
+    monkeypatch.setattr(PartStore, "make_room", lambda _, size: rooms.append(size))
+    given = {"parts": 8, "memory": 200 * MB, "store": tmp_path}
+    found = pyg_sar.run(rooms_of_rows, small, rooms, **given)
+    source, target = make_graph(4000).edge_index
+    cut = source[source * 8 // 4000 != target * 8 // 4000].unique()
+    assert found[0] == [FEATURES * 8 * n for n in (cut * 8 // 4000).bincount().tolist()]
 
 
 # What is between workers, and what is computed again #########################

@@ -421,20 +421,26 @@ def test_what_the_arena_before_needed_is_read_ahead(tmp_path):
         assert pager.counters().prefetched_bytes == 3 * MB
 
 
-def test_nothing_is_written_when_all_fits_and_waiting_arenas_are_when_not(tmp_path):
-    with opened(tmp_path, 10 * MB) as pager:
-        tensors = [numbered(1, i) for i in range(6)]
+def test_as_much_is_written_ahead_as_allocations_need_and_only_of_waiting_arenas(tmp_path):
+    with opened(tmp_path, 40 * MB) as pager:
+        tensors = [numbered(4, i) for i in range(8)]
         pager.turn(1)
         pager.wait()
-        assert pager.counters().bytes_written == 0
+        assert pager.counters().bytes_written == 0  # A fifth of the budget is free.
         pager.enter(1)
-        more = [numbered(1, i) for i in range(2)]
+        more = [numbered(4, 8)]
         pager.wait()
-        assert pager.counters().bytes_written == 6 * MB and pager.counters().evictions == 0
-        pager.move_out(0)  # Costs nothing more.
-        assert pager.counters().bytes_written == 6 * MB and pager.counters().evictions == 6
-        assert all((x == i).all() for i, x in enumerate(tensors))
-        del more
+        assert pager.counters().bytes_written == 4 * MB
+        more.append(numbered(4, 9))
+        pager.wait()
+        assert pager.counters().bytes_written == 12 * MB  # Neighbours go together.
+        assert pager.counters().evictions == 0
+        more.append(numbered(4, 10))
+        pager.wait()
+        assert pager.counters().bytes_written == 12 * MB and pager.counters().evictions == 1
+        pager.move_out(0)
+        assert pager.counters().bytes_written == 32 * MB and pager.counters().evictions == 8
+        assert all((x == i).all() for i, x in enumerate([*tensors, *more]))
 
 
 def test_clean_regions_are_not_written_again(tmp_path):

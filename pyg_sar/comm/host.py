@@ -240,7 +240,7 @@ class Host:
     def take_rows(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Memory for rows that parts publish, ``[rows, width]``."""
         if isinstance(self.store, PartStore):
-            return self.store.take_slots(shape, dtype)
+            return self.store.take_rows(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self.rows_on)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ after part; for others, and from a store, each part's halo is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -210,15 +210,15 @@ class PartSource(RowSource):
         self.plan, self.tensors, self.how, self.label = plan, list(tensors), how, how.label
         self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
         self.published = published_rows(plan)
-        self._take: Any = None
+        # All parts' rows are waited for at once: sums of own edges would wait in the store.
+        self._tables: Tables | None = self._publish()()
 
     def open(self, unit: int) -> UnitRows:
         """Own rows as they are; halo rows by owner: where they lie, or gathered."""
         if unit == 0:
-            self._publish()
             return UnitRows(self.tensors)
-        plan, take, self._take = self.plan, self._take, None
-        tables: Tables = take()
+        plan, tables, self._tables = self.plan, self._tables, None
+        assert tables is not None
         self._hold(plan.num_halo)
         found = self._in_place(tables)
         return self._gathered(tables) if found is None else found
@@ -265,7 +265,7 @@ class PartSource(RowSource):
         for ledger in ledgers:
             ledger.gather(label, rows, self.plan.num_halo)
 
-    def _publish(self) -> None:
+    def _publish(self) -> Callable[[], Tables]:
         plan, wire, published = self.plan, self.how.wire, self.published
         comm: Any = plan.comm
         host: Host = comm.host
@@ -284,7 +284,7 @@ class PartSource(RowSource):
 
         tables = host.share(plan.rank, name, make)
         tables.publish(plan.rank, write)
-        self._take = host.come(
+        take = host.come(
             plan.rank,
             name,
             None,
@@ -295,6 +295,7 @@ class PartSource(RowSource):
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
+        return take
 
 
 def _message_kind(wire: Wire, dtype: torch.dtype, width: int) -> tuple[torch.dtype, int]:

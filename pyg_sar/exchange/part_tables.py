@@ -410,17 +410,19 @@ class Tables:
     # Where the rows are ------------------------------------------------------
 
     def _room(self, part: int) -> list[Tensor]:
-        """Room for a part's rows, of each message."""
-        first = self.routes.first
+        """Room for a part's rows, of each message. Its pages come when they are written."""
+        first, store = self.routes.first, self.host.store
         if not self._rows:
             self._rows = [
                 self.host.take_rows((first[-1], width), dtype) for dtype, width in self.kinds
             ]
+        if isinstance(store, PartStore):
+            store.make_room((first[part + 1] - first[part]) * sum(self._row_bytes))
         return [rows[first[part] : first[part + 1]] for rows in self._rows]
 
     def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
-        for room, rows in zip(self._room(part), messages, strict=True):
-            if room.data_ptr() != rows.data_ptr():  # They came from another process.
+        if part not in self.host.parts:  # Others were written there.
+            for room, rows in zip(self._room(part), messages, strict=True):
                 room.copy_(rows)
 
     def _gather(self, part: int, number: int, out: Tensor) -> None:
@@ -437,7 +439,7 @@ class Tables:
         store = self.host.store
         if isinstance(store, PartStore):
             for rows in self._rows:
-                store.give_slots(rows, again=False)
+                store.give_rows(rows)
         self._rows = []
 
 

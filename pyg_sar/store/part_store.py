@@ -230,8 +230,19 @@ class PartStore:
         room = (self._pager.budget or 0) - LEAST * self.memory
         return size <= min(PUBLISHED * self.memory, room)
 
+    def take_rows(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for published rows. Whoever fills some of them makes room for these."""
+        with self.unpaged():
+            rows = torch.empty(tuple(shape), dtype=dtype)
+        self._slots += rows.nbytes
+        return rows
+
+    def give_rows(self, rows: Tensor) -> None:
+        """Takes back memory for published rows."""
+        self._slots -= rows.nbytes
+
     def take_slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory for published rows, or for cached ones of these."""
+        """Memory for cached rows."""
         size = torch.Size(shape).numel()
         spare = self._spare[size, dtype]
         if spare:
@@ -243,12 +254,9 @@ class PartStore:
         with self.unpaged():
             return torch.zeros(tuple(shape), dtype=dtype)
 
-    def give_slots(self, slots: Tensor, again: bool = True) -> None:
-        """Takes back memory for rows; ``again``: the next pass will have it."""
-        if again:
-            self._spare[slots.numel(), slots.dtype].append(slots)
-        else:
-            self._slots -= slots.nbytes
+    def give_slots(self, slots: Tensor) -> None:
+        """Takes back memory for cached rows; the next pass will have it."""
+        self._spare[slots.numel(), slots.dtype].append(slots)
 
     def counters(self) -> dict[str, int]:
         """Bytes moved, and saved as bits, so far; time that was waited; the most in memory."""

@@ -41,6 +41,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +121,7 @@ class SoftmaxAttention(Kernel):
         self.attention = replace(attention, seed=seed, drop_key=None, **bare)
         self.source_names = [name for name in self.names if name in self.sources]
         self.seeds: list[int] = []
-        if any(stage.there for stage in (*schedule.forward, *schedule.backward)):
+        if schedule.forward[0].there or schedule.backward[0].there:
             told = self.drop_key is not None
             self.seeds = (
                 [0] * plan.world_size if told else _dropout_seeds(plan.comm, self.attention)
@@ -149,7 +151,7 @@ class SoftmaxAttention(Kernel):
     def backward(
         self, cotangent: Cotangent, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
     ) -> AttentionBackward:
-        names = [name for name, need in zip(self.names, wanted, strict=True) if need]
+        names = list(compress(self.names, wanted))
         kept = dict(self.kept)
         if last:
             self.kept.clear()
@@ -229,25 +231,28 @@ class AttentionForward(Pass):
     """Adds blocks to the states of own targets, and to states for peers.
 
     Attributes:
-        state: Of own targets.
+        state: Of own targets. Where rows come here, its memory is taken when they are there.
     """
+
+    state: AttentionState
 
     def __init__(self, kernel: SoftmaxAttention, given: Any, record: bool) -> None:
         self._kernel, self._given = kernel, given
-        self.state = kernel.start(given)
         self._keep = record and kernel.mode > 1
         self.use = Use.KEEPS if kernel.mode > 1 else kernel.use
         self.use_slots = Use.KEEPS if self._keep else Use.PASSES
         tensors = given.tensors()
         self.sources = [tensors[name] for name in kernel.source_names]
-        if kernel.seeds:
+        if kernel.schedule.forward[0].there:
             self._own = _widened(given)
-            self.slots = _queries(given)
+            self.slots, self.state = _queries(given), kernel.start(given)
             self.answers = [self.state.acc, self.state.maximum, self.state.normaliser]
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         if self._keep:
             self._kernel.kept[False, block.unit] = rows
+        if "state" not in self.__dict__:
+            self.state = self._kernel.start(self._given)
         self._kernel.add(self.state, self._given, block, rows)
 
     def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
@@ -262,6 +267,8 @@ class AttentionForward(Pass):
 
     def finish(self) -> list[Tensor]:
         """The output, ``[num_targets, H, C]``."""
+        if "state" not in self.__dict__:  # There were no edges.
+            self.state = self._kernel.start(self._given)
         return [self.state.finish().to(self.sources[0].dtype)]
 
 
@@ -281,28 +288,36 @@ class AttentionBackward(Pass):
     ) -> None:
         self._kernel, self._given, self._cotangent, self._kept = kernel, given, cotangent, kept
         self.use = kernel.use
-        tensors, wide = given.tensors(), cotangent.grad_out.dtype
-        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self._totals = {name: _zeros(tensors[name], wide) for name in wanted}
+        self._wanted = wanted
         self._sources = [name for name in kernel.source_names if name in wanted]
+        if kernel.mode == 1:
+            tensors = given.tensors()
+            self.in_flight = False
+            self.sources = [tensors[name] for name in kernel.source_names]
+            for ledger in kernel.schedule.plan.comm.ledgers:
+                ledger.count("recompute")
+        if kernel.schedule.backward[0].there:
+            self._own = _widened(given)
+            known = cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta
+            asked = given.query is not None and kernel.mode == 1
+            self.slots = [*known, given.query] if asked else list(known)
+            # Edges that are gone through by source alone find slots by an index.
+            in_place = given.score.by_source and kernel.mode == 1
+            self.use_slots = Use.IN_PLACE if in_place else Use.PASSES
+        else:
+            _ = self.answers  # Rows come here: sums for them are needed at once.
+
+    @cached_property
+    def answers(self) -> list[Tensor]:  # type: ignore[override]
+        """Takes memory for all gradients, when rows are there; returns that of queries."""
+        tensors, wide = self._given.tensors(), self._cotangent.grad_out.dtype
+        self._totals = {name: _zeros(tensors[name], wide) for name in self._wanted}
         # Half precision is summed in float32 here, and travels as it is.
         self.returned = [
             self._totals[name] if tensors[name].dtype == wide else _zeros(tensors[name])
             for name in self._sources
         ]
-        if kernel.mode == 1:
-            self.in_flight = False
-            self.sources = [tensors[name] for name in kernel.source_names]
-            for ledger in kernel.schedule.plan.comm.ledgers:
-                ledger.count("recompute")
-        if kernel.seeds:
-            self._own = _widened(given)
-            known = cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta
-            self.slots = [*known, *(_queries(given) if kernel.mode == 1 else ())]
-            self.answers = [self._totals["query"]] if "query" in self._totals else []
-            # Edges that are gone through by source alone find slots by an index.
-            in_place = given.score.by_source and kernel.mode == 1
-            self.use_slots = Use.IN_PLACE if in_place else Use.PASSES
+        return [self._totals["query"]] if "query" in self._totals else []
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         rows = self._kept.pop((False, block.unit), rows)
@@ -351,8 +366,11 @@ class AttentionBackward(Pass):
         for name, total in zip(self._sources, self.returned, strict=True):
             if total is not self._totals[name]:
                 self._totals[name] += total
-        found = {name: total.to(self._dtypes[name]) for name, total in self._totals.items()}
-        return [found.get(name) for name in self._kernel.names]
+        totals, tensors = self._totals, self._given.tensors()
+        return [
+            totals[name].to(tensors[name].dtype) if name in totals else None
+            for name in self._kernel.names
+        ]
 
 
 def _widened(given: Attention) -> Attention:

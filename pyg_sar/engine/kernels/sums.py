@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ class Sums(Kernel):
     def saved(self, tensors: Sequence[Tensor], done: SumsForward) -> list[Tensor]:
         x, *weight = tensors
         rows = x if self.needs_sources else x.new_empty(0, x.size(1))
-        return [rows, *weight, *(t for pair in done.extrema for t in pair)]
+        return [rows, *weight, *chain(*done.extrema)]
 
     def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
         return list(saved[: len(saved) - 2 * sum(kind in ("max", "min") for kind in self.kinds)])
@@ -186,17 +188,23 @@ class SumsForward(Pass):
         x = tensors[0]
         self._kernel, self.sources = kernel, [x]
         self._weight = tensors[1] if len(tensors) > 1 else None
-        shape = kernel.schedule.in_degree.numel(), x.size(1)
+        self._shape = shape = kernel.schedule.in_degree.numel(), x.size(1)
         self._largest = [kind == "max" for kind in kernel.kinds if kind in ("max", "min")]
-        worst = [float("-inf") if is_largest else float("inf") for is_largest in self._largest]
-        self.extrema = [(x.new_full(shape, number), x.new_zeros(shape)) for number in worst]
-        if len(self.extrema) < len(kernel.kinds):
+        self.extrema = [
+            (x.new_full(shape, float("-inf") if is_largest else float("inf")), x.new_zeros(shape))
+            for is_largest in self._largest
+        ]
+        # Where rows come here, memory for sums is taken when they are there.
+        self._adds = len(self._largest) < len(kernel.kinds)
+        if self._adds and kernel.schedule.forward[0].there:
             self.answers = [x.new_zeros(shape)]
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         edges, read = block.segments, rows.tensors[0]
         if edges.source.numel() == 0:
             return
+        if self._adds and not self.answers:
+            self.answers = [self.sources[0].new_zeros(self._shape)]
         source = edges.source
         if rows.index is not None:
             source = rows.index.index_select(0, source).to(source.dtype)
@@ -218,6 +226,8 @@ class SumsForward(Pass):
     def finish(self) -> list[Tensor]:
         """One output for each kind, ``[num_targets, F]``."""
         kernel, out, extrema = self._kernel, [], iter(self.extrema)
+        if self._adds and not self.answers:  # There were no edges.
+            self.answers = [self.sources[0].new_zeros(self._shape)]
         sums = [kind for kind in kernel.kinds if kind in ("sum", "mean")]
         for kind in kernel.kinds:
             if kind in ("max", "min"):
@@ -252,9 +262,7 @@ class SumsBackward(Pass):
         count = len(wanted)
         x, *rest = saved[:count]
         self._weight = rest[0] if rest else None
-        numbers = kernel.schedule.plan.num_local
-        self._wanted, self._total = wanted, x.new_zeros(numbers, x.size(1))
-        self.returned = [self._total] if wanted[0] else []
+        self._wanted, self._like = wanted, x.new_empty(0, x.size(1))
         self._weight_total: Tensor | None = None
         if self._weight is not None and wanted[1]:
             self._weight_total = torch.zeros_like(self._weight)
@@ -263,11 +271,8 @@ class SumsBackward(Pass):
             for ledger in kernel.schedule.plan.comm.ledgers:
                 ledger.count("recompute")
         self._divided: Tensor | None = None
-        self._take(gradients, saved[count:])
-
-    def _take(self, gradients: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        """The gradient of the sum, and of each extremum."""
-        kernel, found = self._kernel, iter(states)
+        # The gradient of the sum, and of each extremum.
+        found = iter(saved[count:])
         sums: list[Tensor] = []
         means: list[Tensor] = []
         self._extrema: list[Extremum] = []
@@ -286,6 +291,12 @@ class SumsBackward(Pass):
             self._gradient = sum(others, first)
         if self._gradient is not None:
             self.slots = [self._gradient]
+
+    @cached_property
+    def returned(self) -> list[Tensor]:  # type: ignore[override]
+        """The sums, of which memory is taken when rows are there; none: they aren't wanted."""
+        rows, width = self._kernel.schedule.plan.num_local, self._like.size(1)
+        return [self._like.new_zeros(rows, width)] if self._wanted[0] else []
 
     def _shares(self) -> Tensor:
         """The gradient of each edge's row by target, ``[num_targets, F]``."""
@@ -338,18 +349,21 @@ class SumsBackward(Pass):
         edges = block.by_source
         if edges is None or weights:
             edges = block.transposed(numbered=bool(weights))
-        weight = _wide(weights[block.unit - 1], self._total) if weights else None
+        if not self.returned:
+            return
+        total = self.returned[0]
+        weight = _wide(weights[block.unit - 1], total) if weights else None
         source = edges.source
         if rows.index is not None:
             source = rows.index.index_select(0, source).to(source.dtype)
         at = source, edges.offsets, edges.targets
-        gather_sum_(self._total, rows.tensors[0], *at, weight, edges.edges)
+        gather_sum_(total, rows.tensors[0], *at, weight, edges.edges)
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the rows and of the weights."""
         for extremum in self._extrema:
             extremum.check()
-        total = self._total if self._wanted[0] else None
+        total = self.returned[0] if self.returned else None
         found: list[Any] = [total, self._weight_total]
         return found[: len(self._wanted)]
 
