@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels import KernelWarning, fallback, on_gpu
+from pyg_sar.kernels import KernelWarning, fallback, on_gpu, registration
 
 _LIBRARY = "_kernels.so"
 _REASON = "_no_kernels.txt"  # What setup.py says of a build that failed.
@@ -31,15 +31,27 @@ def why_missing() -> str | None:
         return f"they were not built when it was installed{why}"
     try:
         torch.ops.load_library(str(path))
-        built_with = str(torch.ops.pyg_sar.built_with())
         runs_here = bool(torch.ops.pyg_sar.runs_here())
     except (AttributeError, OSError, RuntimeError) as error:
         return f"{path} can't be loaded: {error}"
-    if built_with != torch.__version__.partition("+")[0]:
-        return f"they were built with PyTorch {built_with}, and this is {torch.__version__}"
     if not runs_here:
         return "this x86-64 processor has no AVX2 and FMA"
+    registration.register()
     return None
+
+
+def run(operator: Any, *given: Any) -> Any:
+    """Calls an operator. Where a dtype doesn't fit, this is a ``TypeError``.
+
+    What the C++ library throws becomes ``ValueError`` and ``IndexError``, but nothing that it may throw
+    becomes ``TypeError``: a message begins with that name (``DtypeError`` in
+    ``extensions/tensors.h``).
+    """
+    try:
+        return operator(*given)
+    except RuntimeError as error:
+        kind, _, text = str(error).partition(": ")
+        raise (TypeError(text) if kind == "TypeError" else error) from None
 
 
 def __getattr__(name: str) -> Any:
@@ -143,7 +155,7 @@ def sort_edges(
     if order is not None:
         order = order.to(narrow)
     if use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
-        found: tuple[Tensor, Tensor] = torch.ops.pyg_sar.sort_edges(key, num_keys, order)
+        found: tuple[Tensor, Tensor] = run(torch.ops.pyg_sar.sort_edges, key, num_keys, order)
         return found
     if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
         raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
@@ -182,14 +194,12 @@ def transpose(
         IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing.
     """
+    given = (source, offsets, targets, None, num_rows, num_targets, numbered)
     if use_kernel(native, source.device.type == "cpu"):
-        rows, first, numbers = torch.ops.pyg_sar.transpose(
-            source, offsets, targets, None, num_rows, num_targets, numbered
-        )
+        rows, first, numbers = run(torch.ops.pyg_sar.transpose, *given)
         return rows, first, numbers if numbered else None
     if source.numel() and not (0 <= int(source.min()) and int(source.max()) < num_rows):
         raise IndexError(f"transpose: expected rows in [0, {num_rows})")
-    given = (source, offsets, targets, None, num_rows, num_targets, numbered)
     rows, first, numbers = fallback.transpose(*given)
     return rows, first, numbers if numbered else None
 
@@ -241,7 +251,8 @@ def gather_sum_(
     """
     if torch.is_grad_enabled():
         check_not_recorded("gather_sum_", out, rows)
-    _operator("gather_sum_", out, native)(out, rows, source, offsets, targets, weight, edges)
+    add = _operator("gather_sum_", out, native)
+    run(add, out, rows, source, offsets, targets, weight, edges)
     return out
 
 
@@ -277,8 +288,8 @@ def edge_dot(
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
     check_not_recorded("edge_dot", rows, gradient)
-    run = _operator("edge_dot", rows, native)
-    found: Tensor = run(rows, gradient, source, offsets, targets, edges)
+    multiply = _operator("edge_dot", rows, native)
+    found: Tensor = run(multiply, rows, gradient, source, offsets, targets, edges)
     return found
 
 
@@ -312,8 +323,8 @@ def extremum_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    run = _operator("extremum_", best, None if on_gpu.takes(best) else True)
-    run(best, ties, rows, source, offsets, targets, largest)
+    merge = _operator("extremum_", best, None if on_gpu.takes(best) else True)
+    run(merge, best, ties, rows, source, offsets, targets, largest)
 
 
 def extremum_backward_(
@@ -346,6 +357,6 @@ def extremum_backward_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    run = _operator("extremum_backward_", total, None if on_gpu.takes(total) else True)
-    found: Tensor = run(total, rows, gradient, best, source, offsets, targets)
+    add = _operator("extremum_backward_", total, None if on_gpu.takes(total) else True)
+    found: Tensor = run(add, total, rows, gradient, best, source, offsets, targets)
     return found
