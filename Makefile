@@ -78,7 +78,7 @@ clean: ## Remove caches and what builds leave behind
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment and the built kernels as well
-	rm -rf $(VENV) pyg_sar/_kernels.so pyg_sar/_no_kernels.txt
+	rm -rf $(VENV) pyg_sar/_*.so pyg_sar/_no_*.txt
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

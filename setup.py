@@ -16,6 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run in
+NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
 
 
 def options(sanitizer: str) -> tuple[list[str], list[str]]:
@@ -83,7 +84,8 @@ def libraries() -> dict[str, Any]:
                 found = shutil.which(compiler) is not None
                 text = str(error) if found else f"there is no C++ compiler {compiler!r}"
                 reason.write_text(" ".join(text.split())[:300])
-                print(f"pyg_sar: {file} could not be built, doing without: {text}")
+                what = NAMES[library.stem]
+                print(f"pyg_sar: {what} could not be built, doing without: {text}")
 
     class AnyPython(bdist_wheel):
         """A wheel for any Python: the libraries don't use its API."""
@@ -97,7 +99,9 @@ def libraries() -> dict[str, Any]:
     names = sorted(path.name for path in folder.iterdir())
     pager = [name for name in names if name.startswith("pager")]
 
-    def extension(name: str, files: list[str], macros: list[str], linked_with: list[str]) -> Extension:
+    def extension(
+        name: str, files: list[str], macros: list[str], linked_with: list[str]
+    ) -> Extension:
         return Extension(
             name,
             [f"extensions/{file}" for file in files if file.endswith(".cpp")],
