@@ -13,7 +13,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-# Kernels and extras are built against the PyTorch that is installed, not against another one.
+# The pager and extras are built against the PyTorch that is installed, not against another one.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
 # Extras alone: the kernels are built by the first installation.
 EXTRA := PYG_SAR_KERNELS=keep $(INSTALL)

@@ -32,10 +32,11 @@ constexpr ScalarType kBFloat16 = ScalarType::BFloat16;
 
 // Errors #######################################################################
 
-// PyTorch's bindings make ValueError and IndexError of std::invalid_argument and std::out_of_range. There
-// is no such exception for TypeError: pyg_sar/kernels/ops.py knows it by how its message begins.
-struct DtypeError : std::runtime_error {
-  explicit DtypeError(const std::string& text) : std::runtime_error("TypeError: " + text) {}
+// The stable ABI has no kinds of errors, and what becomes of other exceptions differs between versions of
+// PyTorch: pyg_sar/kernels/ops.py (named()) knows the kind by how the message begins.
+struct Error : std::runtime_error {
+  Error(const char* kind, const std::string& text)
+      : std::runtime_error(std::string(kind) + ": " + text) {}
 };
 
 template <class T>
@@ -54,11 +55,11 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
-#define PYG_SAR_CHECK(condition, Error, ...) \
-  if (!(condition)) throw Error(::pyg_sar::text(__VA_ARGS__))
-#define CHECK_VALUE(condition, ...) PYG_SAR_CHECK(condition, std::invalid_argument, __VA_ARGS__)
-#define CHECK_INDEX(condition, ...) PYG_SAR_CHECK(condition, std::out_of_range, __VA_ARGS__)
-#define CHECK_DTYPE(condition, ...) PYG_SAR_CHECK(condition, ::pyg_sar::DtypeError, __VA_ARGS__)
+#define PYG_SAR_CHECK(condition, kind, ...) \
+  if (!(condition)) throw ::pyg_sar::Error(kind, ::pyg_sar::text(__VA_ARGS__))
+#define CHECK_VALUE(condition, ...) PYG_SAR_CHECK(condition, "ValueError", __VA_ARGS__)
+#define CHECK_INDEX(condition, ...) PYG_SAR_CHECK(condition, "IndexError", __VA_ARGS__)
+#define CHECK_DTYPE(condition, ...) PYG_SAR_CHECK(condition, "TypeError", __VA_ARGS__)
 
 // Tensors ######################################################################
 

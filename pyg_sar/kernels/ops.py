@@ -52,21 +52,22 @@ def why_missing() -> str | None:
 
 
 def run(operator: Any, *given: Any) -> Any:
-    """Calls an operator. Where a dtype doesn't fit, this is a ``TypeError``.
-
-    What the C++ library throws becomes ``ValueError`` and ``IndexError``, but nothing that it may
-    throw becomes ``TypeError``: a message begins with that name (``DtypeError`` in
-    ``extensions/tensors.h``).
-    """
+    """Calls an operator, and raises its errors as what they are."""
     try:
         return operator(*given)
     except RuntimeError as error:
-        raise _named(error) from None
+        raise named(error) from None
 
 
-def _named(error: RuntimeError) -> Exception:
+def named(error: RuntimeError) -> Exception:
+    """Returns an operator's error as what it is.
+
+    PyTorch's stable ABI has ``RuntimeError`` alone: another kind is what the message begins with
+    (``Error`` in ``extensions/tensors.h``).
+    """
     kind, _, text = str(error).partition(": ")
-    return TypeError(text) if kind == "TypeError" else error
+    kinds = {"ValueError": ValueError, "TypeError": TypeError, "IndexError": IndexError}
+    return kinds[kind](text) if kind in kinds else error
 
 
 def __getattr__(name: str) -> Any:
@@ -270,7 +271,7 @@ def gather_sum_(
     try:  # run(), which is a call more
         add(out, rows, source, offsets, targets, weight, edges)
     except RuntimeError as error:
-        raise _named(error) from None
+        raise named(error) from None
     return out
 
 
@@ -310,7 +311,7 @@ def edge_dot(
     try:
         found: Tensor = multiply(rows, gradient, source, offsets, targets, edges)
     except RuntimeError as error:
-        raise _named(error) from None
+        raise named(error) from None
     return found
 
 
@@ -518,12 +519,9 @@ def _attention_backward(ctx: Any, grad_out: Tensor, *unused: Any) -> tuple[Tenso
     _check_once("attention")
     kernels = torch.ops.pyg_sar
     kind, slope, scale, low, high, p = ctx.numbers
-    floats, ends, (out, *state) = (
-        ctx.saved_tensors[:6],
-        ctx.saved_tensors[6:11],
-        ctx.saved_tensors[11:],
-    )
-    source, offsets, targets, edges, drop_key = ends
+    saved = ctx.saved_tensors  # Once: what torch.utils.checkpoint packs is unpacked once.
+    floats, (source, offsets, targets, edges, drop_key) = saved[:6], saved[6:11]
+    out, *state = saved[11:]
     found = {
         name: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
         for (place, name), tensor in zip(_WANTED.items(), floats, strict=True)
@@ -540,9 +538,7 @@ def _attention_backward(ctx: Any, grad_out: Tensor, *unused: Any) -> tuple[Tenso
         numbered = floats[4] is not None or drop_key is not None
         given = source, offsets, targets, edges, floats[0].size(0), grad_out.size(0), numbered
         rows, first, numbers = kernels.transpose(*given)
-        written = [
-            found.get(name) if name in sources else None for name in ("value", "key", *names)
-        ]
+        written = [found.get(n) if n in sources else None for n in ("value", "key", *names)]
         transposed = rows, first, None, numbers if numbered else None
         kernels.attention_backward_sources_(*written, *known, *scores, *transposed, *words)
     by_target = [found.get(name) for name in ("query", "att", "edge_attr", "edge_weight")]
