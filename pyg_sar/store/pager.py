@@ -112,7 +112,8 @@ def why_missing() -> str | None:
         torch.ops.load_library(str(path))
         built_with = str(torch.ops.pyg_sar.pager_built_with())
     except (AttributeError, OSError, RuntimeError) as error:
-        return f"{path} can't be loaded: {error}"
+        why = f"{path} can't be loaded: {error}"
+        return f"{why}. It needs the PyTorch it was built with, and this is {torch.__version__}"
     if built_with != torch.__version__.partition("+")[0]:
         return f"it was built with PyTorch {built_with}, and this is {torch.__version__}"
     return None
