@@ -13,7 +13,7 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-# Kernels and extras are built against the PyTorch that is installed, not against another one.
+# The pager and extras are built against the PyTorch that is installed, not against another one.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
 # Extras alone: the kernels are built by the first installation.
 EXTRA := PYG_SAR_KERNELS=keep $(INSTALL)
@@ -81,7 +81,7 @@ clean: ## Remove caches and what builds leave behind
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment and the built kernels as well
-	rm -rf $(VENV) pyg_sar/_kernels.so pyg_sar/_no_kernels.txt
+	rm -rf $(VENV) pyg_sar/_*.so pyg_sar/_no_*.txt
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

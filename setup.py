@@ -1,7 +1,7 @@
-"""Builds the C++ kernels where PyTorch and a compiler are at hand; else the package does without.
+"""Builds the C++ libraries where PyTorch and a compiler are at hand; else the package does without.
 
-Everything else about the package is in ``pyproject.toml``. The build needs the PyTorch that will
-load the library: install with ``--no-build-isolation``.
+Everything else about the package is in ``pyproject.toml``. The build needs PyTorch, for the pager
+the one that will load it: install with ``--no-build-isolation``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run in
+NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
 
 
 def options(sanitizer: str) -> tuple[list[str], list[str]]:
@@ -23,45 +27,53 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
     """
     # No -march=native: the loops have a version for each kind of processor.
     # Vectors are handed over in registers only where they are inlined (psabi).
-    compiled = ["-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+    # Of OpenMP there are the loops over vectors alone: threads are PyTorch's.
+    compiled = ["-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+    compiled += ["-fopenmp-simd", "-Wno-psabi"]
     if not sanitizer:
-        compiled += ["-O3", "-g0", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-        return compiled, ["-fopenmp"]
+        return [*compiled, "-O3", "-g0"], []
     # One version of each loop: more take long to compile.
     compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DPYG_SAR_ONE_VERSION"]
-    compiled.append(f"-fsanitize={sanitizer}")
     if sanitizer == "thread":  # which doesn't know the barriers of OpenMP
-        threads = Path(__file__).parent.resolve() / "extensions" / "sanitizer_threads.h"
-        compiled += ["-fopenmp-simd", "-include", str(threads)]
-        return compiled, [f"-fsanitize={sanitizer}"]
-    compiled += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
-    return compiled, ["-fopenmp", f"-fsanitize={sanitizer}"]
+        compiled.append("-DPYG_SAR_STANDARD_THREADS")
+    return [*compiled, f"-fsanitize={sanitizer}"], [f"-fsanitize={sanitizer}"]
 
 
-def kernels() -> dict[str, Any]:
-    """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``.
+def libraries() -> dict[str, Any]:
+    """The arguments of ``setup`` that build ``pyg_sar/_kernels.so`` and ``pyg_sar/_pager.so``.
 
-    ``PYG_SAR_KERNELS=keep``: none, as an editable install in place has it already.
+    The kernels use nothing but PyTorch's stable ABI, and run in PyTorch 2.10 and all later ones, in
+    any Python. The pager replaces PyTorch's allocator, and runs in the PyTorch it is built with.
+
+    ``PYG_SAR_KERNELS=keep``: none, as an editable install in place has them already.
     """
     if os.environ.get("PYG_SAR_KERNELS") == "keep":
         return {}
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
+        from torch.utils import cpp_extension
     except ImportError as error:
         print(f"pyg_sar: no C++ kernels are built ({error}); install with --no-build-isolation")
         return {}
 
-    class OptionalBuild(BuildExtension):  # type: ignore[misc]
+    class OptionalBuild(cpp_extension.BuildExtension):  # type: ignore[misc]
         """A build whose failure is told, and leaves the package without the library.
 
         The package has the reason in a file, and names it when it is used: pip shows no output.
         """
 
         def build_extensions(self) -> None:
+            extensions = self.extensions
+            for extension in extensions:
+                self.extensions = [extension]
+                self.build_optional(extension.name)
+            self.extensions = extensions
+
+        def build_optional(self, name: str) -> None:
             # In place, setuptools copies what was built from another folder.
-            place = Path(__file__).parent.resolve() / "pyg_sar" / "_kernels.so"
-            library = place if self.inplace else Path(self.get_ext_fullpath("pyg_sar._kernels"))
-            reason = library.with_name("_no_kernels.txt")
+            file = f"{name.rpartition('.')[2]}.so"
+            place = Path(__file__).parent.resolve() / "pyg_sar" / file
+            library = place if self.inplace else Path(self.get_ext_fullpath(name))
+            reason = library.with_name(f"_no{library.stem}.txt")
             reason.unlink(missing_ok=True)
             try:
                 super().build_extensions()
@@ -72,29 +84,49 @@ def kernels() -> dict[str, Any]:
                 found = shutil.which(compiler) is not None
                 text = str(error) if found else f"there is no C++ compiler {compiler!r}"
                 reason.write_text(" ".join(text.split())[:300])
-                print(f"pyg_sar: the C++ kernels could not be built, doing without: {text}")
+                what = NAMES[library.stem]
+                print(f"pyg_sar: {what} could not be built, doing without: {text}")
+
+    class AnyPython(bdist_wheel):
+        """A wheel for any Python: the libraries don't use its API."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", super().get_tag()[2]
 
     sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
     compiled, linked = options(sanitizer)
-    here = Path(__file__).parent
-    sources, headers = (
-        sorted(str(path.relative_to(here)) for path in here.glob(f"extensions/*.{kind}"))
-        for kind in ("cpp", "h")
-    )
-    if sanitizer != "thread":
-        sources.remove("extensions/sanitizer_threads.cpp")
-    extension = CppExtension(
-        "pyg_sar._kernels",
-        sources,
-        depends=headers,
-        extra_compile_args=compiled,
-        extra_link_args=linked,
-        optional=True,
-    )
+    folder = Path(__file__).parent / "extensions"
+    names = sorted(path.name for path in folder.iterdir())
+    pager = [name for name in names if name.startswith("pager")]
+
+    def extension(
+        name: str, files: list[str], macros: list[str], linked_with: list[str]
+    ) -> Extension:
+        return Extension(
+            name,
+            [f"extensions/{file}" for file in files if file.endswith(".cpp")],
+            depends=[f"extensions/{file}" for file in files if file.endswith(".h")],
+            include_dirs=cpp_extension.include_paths(),
+            library_dirs=cpp_extension.library_paths(),
+            libraries=linked_with,
+            extra_compile_args=compiled + macros,
+            extra_link_args=linked,
+            language="c++",
+            optional=True,
+        )
+
+    kernels = [name for name in names if name not in pager]
+    extensions = [
+        extension("pyg_sar._kernels", kernels, [f"-DTORCH_TARGET_VERSION={TARGET}"], ["torch_cpu"]),
+        extension("pyg_sar._pager", pager, [], ["torch_cpu", "c10"]),
+    ]
     # Compiles in parallel where ninja is at hand: beside this Python, maybe, and not on the path.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     build = OptionalBuild.with_options(no_python_abi_suffix=True)
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": build}}
+    return {
+        "ext_modules": extensions,
+        "cmdclass": {"build_ext": build, "bdist_wheel": AnyPython},
+    }
 
 
-setup(**kernels())
+setup(**libraries())

@@ -28,7 +28,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHONS = ("python3.11", "python3.12", "python3.13")
-PAIRS = (("2.6.0", "2.6.0"), ("newest", "newest"))  # PyTorch, PyG
+PAIRS = (("2.10.0", "2.6.0"), ("newest", "newest"))  # PyTorch, PyG
 TESTS = tuple(
     f"tests/test_{name}.py"
     for name in ("exactness", "contract", "hetero", "models", "ops", "objectives", "storage")

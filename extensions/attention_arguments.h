@@ -48,6 +48,18 @@ struct ForwardArguments {
   }
 };
 
+// pyg_sar::attention
+struct AllArguments {
+  Given given;
+  int64_t num_targets = 0;
+
+  template <class Visit>
+  void visit(const Visit& visit) {
+    given.visit(visit);
+    visit(num_targets);
+  }
+};
+
 // pyg_sar::attention_backward_sources_
 struct SourcesArguments {
   OptionalTensor grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight;

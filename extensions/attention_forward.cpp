@@ -106,7 +106,7 @@ void forward(const ForwardArguments& a) {
     return Pass{terms<T>(g, dense, chunks), sums.data<T>(), top.data<T>(), total.data<T>(),
                 data<T>(dense.query_edges)};
   };
-  if (g.value.scalar_type() == at::kDouble) {
+  if (g.value.scalar_type() == kDouble) {
     dispatch<Forward, double, true>(g, make);
   } else if (g.kind != Additive::kKind ||
              !add_factored(terms<float>(g, dense, chunks), g.value.size(0),

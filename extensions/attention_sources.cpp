@@ -75,12 +75,12 @@ void backward_sources(const SourcesArguments& a) {
   const Written values(a.grad_value, true), keys(a.grad_key, true), queries(a.grad_query);
   const Written attrs(a.grad_edge_attr), weights(a.grad_edge_weight);
   int64_t most = a.grad_edge_weight.has_value() ? kChunksOfParameters : kMostChunks;
-  if (a.grad_query.has_value()) most = at::get_num_threads();
+  if (a.grad_query.has_value()) most = get_num_threads();
   const int64_t chunks = num_chunks(g, most);
   const PerChunk query_sums(queries.dense, chunks), weight_sums(weights.dense, chunks);
   const auto factored = [&] {
-    const Tensor top = c.maximum.contiguous(), total = c.normaliser.contiguous();
-    const Tensor mean = c.delta.contiguous();
+    const Tensor top = as_contiguous(c.maximum), total = as_contiguous(c.normaliser);
+    const Tensor mean = as_contiguous(c.delta);
     const auto of_queries = query_sums.pointers<float>();
     return add_factored_sources(
         terms<float>(g, all.dense, chunks), c.grad_out.size(0),
@@ -98,7 +98,7 @@ void backward_sources(const SourcesArguments& a) {
                 query_sums.pointers<T>(),
                 weight_sums.pointers<T>()};
   };
-  const bool is_float = g.value.scalar_type() == at::kFloat;
+  const bool is_float = g.value.scalar_type() == kFloat;
   if (!is_float || g.kind != Additive::kKind || !factored()) {
     all.pack(g, c);
     is_float ? dispatch<Sources, float, true>(g, make) : dispatch<Sources, double, true>(g, make);

@@ -120,7 +120,7 @@ void backward_targets(const TargetsArguments& a) {
     return Pass{terms<T>(g, all.dense, chunks), all.known<T>(),         queries.data<T>(),
                 attrs.data<T>(),                att_sums.pointers<T>(), weight_sums.pointers<T>()};
   };
-  g.value.scalar_type() == at::kFloat ? dispatch<Targets, float, false>(g, make)
+  g.value.scalar_type() == kFloat ? dispatch<Targets, float, false>(g, make)
                                       : dispatch<Targets, double, false>(g, make);
   att_sums.sum();
   weight_sums.sum();

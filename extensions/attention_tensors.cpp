@@ -21,12 +21,12 @@ void check_numbers(const Given& g, int64_t num_edges, const OptionalTensor& edge
   if (g.edge_attr.has_value()) rows = std::min(rows, g.edge_attr->size(0));
   if (g.drop_key.has_value()) rows = std::min(rows, g.drop_key->size(0));
   if (!edges.has_value()) {
-    TORCH_CHECK_INDEX(num_edges <= rows, "attention: ", num_edges, " edges, and ", rows,
-                      " rows of 'edge_attr' or 'drop_key'");
+    CHECK_INDEX(num_edges <= rows, "attention: ", num_edges, " edges, and ", rows,
+                " rows of 'edge_attr' or 'drop_key'");
     return;
   }
-  TORCH_CHECK_INDEX(all_within(edges->const_data_ptr<Index>(), num_edges, rows),
-                    "attention: 'edges' names a row outside [0, ", rows, ")");
+  CHECK_INDEX(all_within(edges->const_data_ptr<Index>(), num_edges, rows),
+              "attention: 'edges' names a row outside [0, ", rows, ")");
 }
 
 // 'read' and 'added' are how many rows edges read and add to.
@@ -43,58 +43,86 @@ int64_t num_chunks(const Given& g, int64_t most) {
   const int64_t width = g.value.size(1) * (g.value.size(2) + kPerHead);
   const int64_t values = (g.source.numel() + g.offsets.numel()) * width;
   // Small chunks keep threads even, large ones keep rows coming: a chunk starts with none fetched.
-  const int64_t even = std::max<int64_t>(8 * at::get_num_threads(), values / kLargeChunk);
+  const int64_t even = std::max<int64_t>(8 * get_num_threads(), values / kLargeChunk);
   return std::clamp<int64_t>(values / kGrain, 1, std::min(even, most));
 }
 
 Dense::Dense(const Given& g, int64_t targets_in_all, bool transposed)
     : num_targets(targets_in_all) {
+  const auto rows = [](const OptionalTensor& x) {
+    return x.has_value() ? OptionalTensor(with_dense_rows(*x)) : std::nullopt;
+  };
   const auto dense = [](const OptionalTensor& x) {
-    return x.has_value() ? x->contiguous() : Tensor();
+    return x.has_value() ? OptionalTensor(as_contiguous(*x)) : std::nullopt;
   };
   value = with_dense_rows(g.value);
   key = g.key.has_value() ? with_dense_rows(*g.key) : value;
-  query = g.query.has_value() ? with_dense_rows(*g.query) : Tensor();
-  edge_attr = g.edge_attr.has_value() ? with_dense_rows(*g.edge_attr) : Tensor();
+  query = rows(g.query);
+  edge_attr = rows(g.edge_attr);
   att = dense(g.att);
   edge_weight = dense(g.edge_weight);
-  drop_key = g.p > 0 ? dense(g.drop_key) : Tensor();
+  if (g.p > 0) drop_key = dense(g.drop_key);
   const int64_t read = transposed ? num_targets : value.size(0);
   const int64_t added = transposed ? source_rows(g) : num_targets;
-  TORCH_CHECK_VALUE(std::max(read, added) <= std::numeric_limits<int32_t>::max(),
-                    "attention: more rows than int32 can name");
+  CHECK_VALUE(std::max(read, added) <= std::numeric_limits<int32_t>::max(),
+              "attention: more rows than int32 can name");
   const SegmentTensors segments =
       checked(kName, g.source, g.offsets, g.targets, std::nullopt);
   edges = dense(g.edges);
-  const OptionalTensor numbers = edges.defined() ? OptionalTensor(edges) : std::nullopt;
-  segments.is_narrow() ? check_indices<int32_t>(g, segments, numbers, read, added)
-                       : check_indices<int64_t>(g, segments, numbers, read, added);
+  segments.is_narrow() ? check_indices<int32_t>(g, segments, edges, read, added)
+                       : check_indices<int64_t>(g, segments, edges, read, added);
   if (g.places.has_value()) {
-    places = g.places->to(at::kInt).contiguous();
-    TORCH_CHECK_INDEX(all_within(places.const_data_ptr<int32_t>(), places.numel(), value.size(0)),
-                      "attention: 'places' names a row outside [0, ", value.size(0), ")");
+    places = as_contiguous(as_dtype(*g.places, kInt));
+    CHECK_INDEX(all_within(places->const_data_ptr<int32_t>(), places->numel(), value.size(0)),
+                "attention: 'places' names a row outside [0, ", value.size(0), ")");
   }
-  targets = segments.targets.value_or(Tensor());
-  offsets = segments.offsets.to(at::kLong);
-  source = segments.source.to(at::kInt);
-  if (edge_attr.defined() && shape_of(g.kind)->term == Term::kInKeyAndValue) {
-    query_edges = edge_products(query);
+  targets = segments.targets;
+  offsets = as_dtype(segments.offsets, kLong);
+  source = as_dtype(segments.source, kInt);
+  if (edge_attr.has_value() && shape_of(g.kind)->term == Term::kInKeyAndValue) {
+    query_edges = edge_products(*query);
   }
 }
 
 Tensor Dense::edge_products(const Tensor& rows) const {
-  return at::einsum("nhc,dhc->nhd", {rows, edge_weight}).contiguous();
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(std::string("nhc,dhc->nhd")),
+                                    from(std::vector<Tensor>{rows, *edge_weight}),
+                                    from(std::nullopt)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::einsum", "", stack.data(), TORCH_ABI_VERSION));
+  return as_contiguous(torch::stable::detail::to<Tensor>(stack[0]));
 }
 
 Backward::Backward(const Given& g, const Cotangent& c, bool transposed)
     : dense(g, c.grad_out.size(0), transposed), grad_out(with_dense_rows(c.grad_out)) {
-  if (dense.query_edges.defined()) grad_edges = dense.edge_products(grad_out);
+  if (dense.query_edges.has_value()) grad_edges = dense.edge_products(grad_out);
+}
+
+template <class T>
+void Backward::pack_rows(const Cotangent& c, const OptionalTensor& query) {
+  const int64_t rows = c.grad_out.size(0), heads = c.grad_out.size(1);
+  packed_rows = empty({rows, 4 * heads}, c.grad_out.scalar_type());
+  const Tensor maximum = as_contiguous(c.maximum), normaliser = as_contiguous(c.normaliser);
+  const Tensor delta = as_contiguous(c.delta), last = query.has_value() ? as_contiguous(*query) : delta;
+  const T *top = maximum.const_data_ptr<T>(), *total = normaliser.const_data_ptr<T>();
+  const T *mean = delta.const_data_ptr<T>(), *of_query = last.const_data_ptr<T>();
+  T* out = packed_rows->mutable_data_ptr<T>();
+  parallel_for(0, rows, kSummedAtOnce / std::max<int64_t>(heads, 1) + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      T* row = out + i * 4 * heads;
+      for (int64_t h = 0; h < heads; ++h) {
+        row[h] = top[i * heads + h];
+        row[heads + h] = T(1) / total[i * heads + h];
+        row[2 * heads + h] = mean[i * heads + h];
+        row[3 * heads + h] = query.has_value() ? of_query[i * heads + h] : T(0);
+      }
+    }
+  });
 }
 
 void Backward::pack(const Given& g, const Cotangent& c) {
-  const bool narrow = shape_of(g.kind)->narrow_query && g.query.has_value();
-  const Tensor last = narrow ? *g.query : at::zeros_like(c.maximum);
-  packed_rows = at::cat({c.maximum, c.normaliser.reciprocal(), c.delta, last}, 1);
+  const OptionalTensor query = shape_of(g.kind)->narrow_query ? g.query : std::nullopt;
+  g.value.scalar_type() == kFloat ? pack_rows<float>(c, query) : pack_rows<double>(c, query);
 }
 
 }  // namespace pyg_sar::attention

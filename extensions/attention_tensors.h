@@ -4,7 +4,6 @@
 #include "attention_arguments.h"
 #include "attention_terms.h"
 
-#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <vector>
@@ -14,6 +13,7 @@ namespace pyg_sar::attention {
 constexpr const char* kName = "attention";
 constexpr int64_t kMostChunks = 1 << 16;
 constexpr int64_t kChunksOfParameters = 64;  // each has a buffer
+constexpr int64_t kSummedAtOnce = 1 << 15;   // numbers that are worth a thread
 
 // Rows of keys and values that edges name.
 inline int64_t source_rows(const Given& g) {
@@ -25,52 +25,54 @@ inline int64_t features(const Given& g) {
 }
 
 inline bool nothing(const Given& g) {
-  return g.source.numel() == 0 || g.value[0].numel() == 0;
+  return g.source.numel() == 0 || g.value.size(1) * g.value.size(2) == 0;
 }
 
 // How many chunks of edges there are: at most as many as there is work for.
 int64_t num_chunks(const Given& g, int64_t most);
 
 template <class T>
-Matrix<const T> matrix(const Tensor& x) {
-  if (!x.defined() || x.numel() == 0) return {};
-  return {x.const_data_ptr<T>(), x.stride(0)};
+Matrix<const T> matrix(const OptionalTensor& x) {
+  if (!x.has_value() || x->numel() == 0) return {};
+  return {x->const_data_ptr<T>(), x->stride(0)};
 }
 
 template <class T>
-const T* data(const Tensor& x) {
-  return x.defined() ? x.const_data_ptr<T>() : nullptr;
+const T* data(const OptionalTensor& x) {
+  return x.has_value() ? x->const_data_ptr<T>() : nullptr;
 }
 
 // A tensor to add to, in one piece or with rows in one piece each; write() brings it back to where
 // it came from.
 struct Written {
-  Tensor original, dense;
+  OptionalTensor original, dense;
 
   explicit Written(const OptionalTensor& x, bool by_row = false) {
     if (!x.has_value()) return;
-    at::assert_no_internal_overlap(*x);
+    check_no_internal_overlap(*x);
     original = *x;
-    dense = by_row ? with_dense_rows(*x) : x->contiguous();
+    dense = by_row ? with_dense_rows(*x) : as_contiguous(*x);
   }
   template <class T>
   T* data() const {
-    return dense.defined() ? dense.mutable_data_ptr<T>() : nullptr;
+    return dense.has_value() ? dense->mutable_data_ptr<T>() : nullptr;
   }
   template <class T>
   Matrix<T> matrix() const {
-    return {data<T>(), dense.defined() ? dense.stride(0) : 0};
+    return {data<T>(), dense.has_value() ? dense->stride(0) : 0};
   }
   void write() const {
-    if (dense.defined() && !dense.is_same(original)) original.copy_(dense);
+    if (!dense.has_value() || dense->get() == original->get()) return;
+    Tensor to = *original;
+    torch::stable::copy_(to, *dense);
   }
 };
 
 // What was given, dense, its indices checked.
 struct Dense {
-  Tensor value, key, query, att, edge_attr, edge_weight, source, offsets, targets, edges, drop_key;
-  Tensor places;
-  Tensor query_edges;  // dot
+  Tensor value, key, source, offsets;
+  OptionalTensor query, att, edge_attr, edge_weight, targets, edges, drop_key, places;
+  OptionalTensor query_edges;  // dot
   int64_t num_targets;
 
   Dense(const Given& g, int64_t targets_in_all, bool transposed);
@@ -96,13 +98,13 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
   t.source = d.source.const_data_ptr<int32_t>();
   t.offsets = d.offsets.const_data_ptr<int64_t>();
   t.targets = data<int64_t>(d.targets);
-  if (d.edges.defined()) {
-    const bool narrow = d.edges.scalar_type() == at::kInt;
-    t.edges_int = narrow ? d.edges.const_data_ptr<int32_t>() : nullptr;
-    t.edges_long = narrow ? nullptr : d.edges.const_data_ptr<int64_t>();
+  if (d.edges.has_value()) {
+    const bool narrow = d.edges->scalar_type() == kInt;
+    t.edges_int = narrow ? d.edges->const_data_ptr<int32_t>() : nullptr;
+    t.edges_long = narrow ? nullptr : d.edges->const_data_ptr<int64_t>();
   }
   t.drop_key = data<int32_t>(d.drop_key);
-  t.drop_words = d.drop_key.defined() && d.drop_key.dim() == 2 ? d.drop_key.size(1) : 0;
+  t.drop_words = d.drop_key.has_value() && d.drop_key->dim() == 2 ? d.drop_key->size(1) : 0;
   t.places = data<int32_t>(d.places);
   t.seed_low = static_cast<uint32_t>(g.seed_low);
   t.seed_high = static_cast<uint32_t>(g.seed_high);
@@ -118,42 +120,57 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
 // What the backward passes keep alive while they run.
 struct Backward {
   Dense dense;
-  Tensor grad_out, grad_edges, packed_rows;
+  Tensor grad_out;
+  OptionalTensor grad_edges, packed_rows;
 
   Backward(const Given& g, const Cotangent& c, bool transposed);
 
   // Rows for those passes that read them: maximum, 1 / normaliser, delta and (additive) query of a
   // target, side by side.
   void pack(const Given& g, const Cotangent& c);
+  template <class T>
+  void pack_rows(const Cotangent& c, const OptionalTensor& query);
 
   template <class T>
   Known<T> known() const {
-    return {matrix<T>(grad_out), packed_rows.const_data_ptr<T>(), data<T>(dense.query_edges),
+    return {matrix<T>(grad_out), data<T>(packed_rows), data<T>(dense.query_edges),
             data<T>(grad_edges)};
   }
 };
 
 // Buffers that each chunk adds to: the first is the result itself.
 struct PerChunk {
-  Tensor result, others;
+  OptionalTensor result, others;  // others: [chunks - 1, ...]
 
-  PerChunk(const Tensor& out, int64_t chunks) : result(out) {
-    if (!out.defined()) return;
-    std::vector<int64_t> shape = out.sizes().vec();
+  PerChunk(const OptionalTensor& out, int64_t chunks) : result(out) {
+    if (!out.has_value()) return;
+    std::vector<int64_t> shape = out->sizes().vec();
     shape.insert(shape.begin(), chunks - 1);
-    others = at::zeros(shape, out.options());
+    others = torch::stable::new_zeros(*out, shape);
   }
   template <class T>
   std::vector<T*> pointers() const {
-    if (!result.defined()) return {};
-    std::vector<T*> found{result.mutable_data_ptr<T>()};
-    T* first = others.mutable_data_ptr<T>();
-    for (int64_t c = 0; c < others.size(0); ++c) found.push_back(first + c * result.numel());
+    if (!result.has_value()) return {};
+    std::vector<T*> found{result->mutable_data_ptr<T>()};
+    T* first = others->mutable_data_ptr<T>();
+    const int64_t size = result->numel();
+    for (int64_t c = 0; c < others->size(0); ++c) found.push_back(first + c * size);
     return found;
   }
   void sum() const {
-    if (!result.defined()) return;
-    for (int64_t c = 0; c < others.size(0); ++c) result.add_(others[c]);
+    if (!result.has_value()) return;
+    result->scalar_type() == kFloat ? sum_of(pointers<float>()) : sum_of(pointers<double>());
+  }
+
+ private:
+  // In the order of the chunks.
+  template <class T>
+  void sum_of(const std::vector<T*>& chunks) const {
+    parallel_for(0, result->numel(), kSummedAtOnce, [&](int64_t first, int64_t last) {
+      for (size_t c = 1; c < chunks.size(); ++c) {
+        for (int64_t k = first; k < last; ++k) chunks[0][k] += chunks[c][k];
+      }
+    });
   }
 };
 

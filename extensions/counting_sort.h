@@ -1,11 +1,12 @@
 // A stable counting sort on all threads, each of which counts and places a run of the numbers.
 #pragma once
 
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
+
+#include "parallel.h"
 
 namespace pyg_sar {
 
@@ -16,13 +17,13 @@ class CountingSort {
  public:
   CountingSort(int64_t size, int64_t num_keys, int64_t most)
       : size_(size), num_keys_(num_keys),
-        runs_(std::min<int64_t>({at::get_num_threads(), std::max<int64_t>(most, 1),
+        runs_(std::min<int64_t>({get_num_threads(), std::max<int64_t>(most, 1),
                                  size / 4096 + 1})) {}
 
   // Calls work(start, stop, run) for each run of the numbers.
   template <class Work>
   void for_runs(const Work& work) const {
-    at::parallel_for(0, runs_, 1, [&](int64_t first, int64_t last) {
+    parallel_for(0, runs_, 1, [&](int64_t first, int64_t last) {
       for (int64_t run = first; run < last; ++run) work(begin(run), begin(run + 1), run);
     });
   }

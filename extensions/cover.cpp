@@ -6,9 +6,6 @@
 // Karp, 1973). The cover of the plain way in pyg_sar/exchange/cover.py is the same: it is the cut
 // that is nearest to the sources, of which there is one.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -125,38 +122,39 @@ class Units {
 std::tuple<Tensor, Tensor, int64_t> minimum_cover_cpu(const Tensor& offsets, const Tensor& target,
                                                       int64_t num_targets, int64_t pull, int64_t push) {
   const char* op = "minimum_cover";
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kLong && target.scalar_type() == at::kInt, op,
-                   ": expected 'offsets' int64 and 'target' int32");
-  TORCH_CHECK_VALUE(offsets.is_contiguous() && target.is_contiguous() && offsets.numel() > 0, op,
-                    ": expected contiguous tensors, and an offset");
-  TORCH_CHECK_VALUE(pull > 0 && push > 0 && pull < 1 << 16 && push < 1 << 16, op,
-                    ": expected costs from 1 to 65535 (got ", pull, " and ", push, ")");
+  CHECK_DTYPE(offsets.scalar_type() == kLong && target.scalar_type() == kInt, op,
+              ": expected 'offsets' int64 and 'target' int32");
+  CHECK_VALUE(offsets.is_contiguous() && target.is_contiguous() && offsets.numel() > 0, op,
+              ": expected contiguous tensors, and an offset");
+  CHECK_VALUE(pull > 0 && push > 0 && pull < 1 << 16 && push < 1 << 16, op,
+              ": expected costs from 1 to 65535 (got ", pull, " and ", push, ")");
   const int64_t sources = offsets.numel() - 1;
-  TORCH_CHECK_VALUE(std::max(sources, num_targets) <= INT32_MAX, op, ": expected at most ", INT32_MAX,
-                    " sources and targets");
+  CHECK_VALUE(std::max(sources, num_targets) <= INT32_MAX, op, ": expected at most ", INT32_MAX,
+              " sources and targets");
   const int64_t* first = offsets.const_data_ptr<int64_t>();
-  TORCH_CHECK_VALUE(first[0] == 0 && first[sources] == target.numel() &&
-                        ascends(first, sources + 1, false),
-                    op, ": expected 'offsets' that ascend from 0 to ", target.numel());
-  TORCH_CHECK_INDEX(all_within(target.const_data_ptr<int32_t>(), target.numel(), num_targets), op,
-                    ": expected targets in [0, ", num_targets, ")");
+  CHECK_VALUE(first[0] == 0 && first[sources] == target.numel() &&
+                  ascends(first, sources + 1, false),
+              op, ": expected 'offsets' that ascend from 0 to ", target.numel());
+  CHECK_INDEX(all_within(target.const_data_ptr<int32_t>(), target.numel(), num_targets), op,
+              ": expected targets in [0, ", num_targets, ")");
   Units units(first, target.const_data_ptr<int32_t>(), sources, num_targets,
               static_cast<int32_t>(pull), static_cast<int32_t>(push));
   const int64_t bound = units.give();
-  const Tensor pulled = at::empty({sources}, at::kBool), pushed = at::empty({num_targets}, at::kBool);
-  for (int64_t s = 0; s < sources; ++s) pulled.mutable_data_ptr<bool>()[s] = !units.near(s);
-  for (int64_t t = 0; t < num_targets; ++t) pushed.mutable_data_ptr<bool>()[t] = units.far(t);
+  const Tensor pulled = empty({sources}, kBool), pushed = empty({num_targets}, kBool);
+  bool *pull_row = pulled.mutable_data_ptr<bool>(), *push_row = pushed.mutable_data_ptr<bool>();
+  for (int64_t s = 0; s < sources; ++s) pull_row[s] = !units.near(s);
+  for (int64_t t = 0; t < num_targets; ++t) push_row[t] = units.far(t);
   return {pulled, pushed, bound};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "minimum_cover(Tensor offsets, Tensor target, int num_targets, int pull, int push) "
       "-> (Tensor pulled, Tensor pushed, int bound)");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("minimum_cover", &minimum_cover_cpu); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("minimum_cover", TORCH_BOX(&minimum_cover_cpu)); }
 
 }  // namespace pyg_sar

@@ -1,8 +1,6 @@
 // out[number(e)] = <rows[source[e]], gradient[target(t)]> for the edges e of each target t: the
 // gradient of the weights that gather_sum_ takes.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -71,25 +69,24 @@ namespace {
 
 constexpr char kName[] = "edge_dot";
 
-Tensor empty_result(const Tensor& rows, const Tensor& gradient, const Tensor& source) {
-  TORCH_CHECK_VALUE(
-      gradient.dim() == 2 && rows.dim() == 2 && gradient.sym_size(1) == rows.sym_size(1),
+void check(const Tensor& rows, const Tensor& gradient) {
+  CHECK_VALUE(
+      gradient.dim() == 2 && rows.dim() == 2 && gradient.size(1) == rows.size(1),
       "edge_dot: expected 'rows' and 'gradient' of shapes [M, F] and [N, F] (got ",
-      rows.sym_sizes(), " and ", gradient.sym_sizes(), ")");
-  TORCH_CHECK_TYPE(gradient.scalar_type() == rows.scalar_type(),
-                   "edge_dot: expected 'rows' and 'gradient' of one dtype (got ",
-                   rows.scalar_type(), " and ", gradient.scalar_type(), ")");
+      rows.sizes(), " and ", gradient.sizes(), ")");
+  CHECK_DTYPE(gradient.scalar_type() == rows.scalar_type(),
+              "edge_dot: expected 'rows' and 'gradient' of one dtype (got ",
+              rows.scalar_type(), " and ", gradient.scalar_type(), ")");
   check_floating(kName, rows);
-  return at::empty_symint(source.sym_sizes(),
-                          rows.options().dtype(wide_dtype(rows.scalar_type())));
 }
 
 Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& source,
                     const Tensor& offsets, const OptionalTensor& targets,
                     const OptionalTensor& edges) {
   const SegmentTensors given = checked(kName, source, offsets, targets, edges);
-  Tensor out = empty_result(rows, gradient, source);
-  if (edges.has_value()) out.zero_();  // in case that numbers are missing
+  check(rows, gradient);
+  Tensor out = empty(source.sizes(), wide_dtype(rows.scalar_type()));
+  if (edges.has_value()) torch::stable::zero_(out);  // in case that numbers are missing
   const Tensor x = with_dense_rows(rows), g = with_dense_rows(gradient);
   const auto run = [&](auto row, auto index) {
     using Row = decltype(row);
@@ -111,22 +108,14 @@ Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& so
   return out;
 }
 
-// Edges are checked when the kernel runs; sizes may be symbols here.
-Tensor edge_dot_meta(const Tensor& rows, const Tensor& gradient, const Tensor& source, const Tensor&,
-                     const OptionalTensor&, const OptionalTensor&) {
-  return empty_result(rows, gradient, source);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "edge_dot(Tensor rows, Tensor gradient, Tensor source, Tensor offsets, "
-      "Tensor? targets=None, Tensor? edges=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+      "Tensor? targets=None, Tensor? edges=None) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("edge_dot", &edge_dot_cpu); }
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("edge_dot", &edge_dot_meta); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("edge_dot", TORCH_BOX(&edge_dot_cpu)); }
 
 }  // namespace pyg_sar

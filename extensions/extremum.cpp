@@ -1,8 +1,6 @@
 // The largest (smallest) value of the rows that a target's edges read, column by column, and how many
 // edges reach it; and the gradient of what they read.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -160,21 +158,21 @@ namespace {
 void check(const char* op, std::initializer_list<const Tensor*> matrices) {
   const Tensor& first = **matrices.begin();
   for (const Tensor* x : matrices) {
-    TORCH_CHECK_VALUE(x->dim() == 2 && first.dim() == 2 && x->sym_size(1) == first.sym_size(1), op,
-                      ": expected rows of one width (got shapes ", first.sym_sizes(), " and ",
-                      x->sym_sizes(), ")");
-    TORCH_CHECK_TYPE(x->scalar_type() == first.scalar_type(), op,
-                     ": expected tensors of one dtype (got ", first.scalar_type(), " and ",
-                     x->scalar_type(), ")");
+    CHECK_VALUE(x->dim() == 2 && first.dim() == 2 && x->size(1) == first.size(1), op,
+                ": expected rows of one width (got shapes ", first.sizes(), " and ",
+                x->sizes(), ")");
+    CHECK_DTYPE(x->scalar_type() == first.scalar_type(), op,
+                ": expected tensors of one dtype (got ", first.scalar_type(), " and ",
+                x->scalar_type(), ")");
   }
-  TORCH_CHECK_TYPE(first.scalar_type() == at::kFloat || first.scalar_type() == at::kDouble, op,
-                   ": expected float32 or float64 (got ", first.scalar_type(), ")");
+  CHECK_DTYPE(first.scalar_type() == kFloat || first.scalar_type() == kDouble, op,
+              ": expected float32 or float64 (got ", first.scalar_type(), ")");
 }
 
 SegmentTensors narrow(const char* op, const Tensor& source, const Tensor& offsets,
                       const OptionalTensor& targets) {
-  TORCH_CHECK_TYPE(source.scalar_type() == at::kInt, op, ": expected int32 'source' (got ",
-                   source.scalar_type(), ")");
+  CHECK_DTYPE(source.scalar_type() == kInt, op, ": expected int32 'source' (got ",
+              source.scalar_type(), ")");
   return checked(op, source, offsets, targets, std::nullopt);
 }
 
@@ -230,16 +228,16 @@ int64_t gradient_of(Tensor& total, const Tensor& rows, const Tensor& gradient, c
 void extremum_cpu(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& source,
                   const Tensor& offsets, const OptionalTensor& targets, bool largest) {
   check("extremum", {&best, &ties, &rows});
-  TORCH_CHECK_VALUE(best.sizes() == ties.sizes(),
-                    "extremum: expected 'ties' of the shape of 'best'");
+  CHECK_VALUE(best.sizes() == ties.sizes(),
+              "extremum: expected 'ties' of the shape of 'best'");
   const SegmentTensors given = narrow("extremum", source, offsets, targets);
   check_written("extremum", "best", best);
   check_written("extremum", "ties", ties);
-  at::assert_no_overlap(best, ties);
-  at::assert_no_overlap(best, rows);
-  at::assert_no_overlap(ties, rows);
+  check_no_overlap(best, ties);
+  check_no_overlap(best, rows);
+  check_no_overlap(ties, rows);
   const Tensor x = with_dense_rows(rows);
-  if (x.scalar_type() == at::kFloat) {
+  if (x.scalar_type() == kFloat) {
     largest ? extremum_of<float, true>(best, ties, x, given)
             : extremum_of<float, false>(best, ties, x, given);
   } else {
@@ -248,54 +246,35 @@ void extremum_cpu(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& 
   }
 }
 
-void extremum_meta(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& source,
-                   const Tensor& offsets, const OptionalTensor& targets, bool largest) {
-  check("extremum", {&best, &ties, &rows});
-  narrow("extremum", source, offsets, targets);
-}
-
 Tensor backward_cpu(Tensor& total, const Tensor& rows, const Tensor& gradient, const Tensor& best,
                     const Tensor& source, const Tensor& offsets, const OptionalTensor& targets) {
   constexpr char kName[] = "extremum_backward";
   check(kName, {&total, &rows, &gradient, &best});
   const SegmentTensors given = narrow(kName, source, offsets, targets);
   check_written(kName, "total", total);
-  for (const Tensor* x : {&rows, &gradient, &best}) at::assert_no_overlap(total, *x);
+  for (const Tensor* x : {&rows, &gradient, &best}) check_no_overlap(total, *x);
   const Tensor x = with_dense_rows(rows), g = with_dense_rows(gradient), b = with_dense_rows(best);
-  Tensor reached = at::empty({}, total.options().dtype(at::kLong));
-  *reached.mutable_data_ptr<int64_t>() = x.scalar_type() == at::kFloat
+  Tensor reached = empty({}, kLong);
+  *reached.mutable_data_ptr<int64_t>() = x.scalar_type() == kFloat
                                              ? gradient_of<float>(total, x, g, b, given)
                                              : gradient_of<double>(total, x, g, b, given);
   return reached;
 }
 
-Tensor backward_meta(Tensor& total, const Tensor& rows, const Tensor& gradient, const Tensor& best,
-                     const Tensor& source, const Tensor& offsets, const OptionalTensor& targets) {
-  check("extremum_backward", {&total, &rows, &gradient, &best});
-  narrow("extremum_backward", source, offsets, targets);
-  return at::empty({}, total.options().dtype(at::kLong));
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "extremum_(Tensor(a!) best, Tensor(b!) ties, Tensor rows, Tensor source, Tensor offsets, "
-      "Tensor? targets=None, bool largest=True) -> ()",
-      {at::Tag::pt2_compliant_tag});
+      "Tensor? targets=None, bool largest=True) -> ()");
   m.def(
       "extremum_backward_(Tensor(a!) total, Tensor rows, Tensor gradient, Tensor best, "
-      "Tensor source, Tensor offsets, Tensor? targets=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+      "Tensor source, Tensor offsets, Tensor? targets=None) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
-  m.impl("extremum_", &extremum_cpu);
-  m.impl("extremum_backward_", &backward_cpu);
-}
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) {
-  m.impl("extremum_", &extremum_meta);
-  m.impl("extremum_backward_", &backward_meta);
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("extremum_", TORCH_BOX(&extremum_cpu));
+  m.impl("extremum_backward_", TORCH_BOX(&backward_cpu));
 }
 
 }  // namespace pyg_sar

@@ -12,7 +12,6 @@
 #include "factored.h"
 #include "factored_lanes.h"
 
-#include <ATen/ops/empty.h>
 
 #include <atomic>
 #include <vector>
@@ -224,7 +223,7 @@ void run_width(const Factors<kHeads>& factors, const float* pairs, const State& 
 template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
   Factors<kHeads> factors{t, {}};
-  const at::Tensor pairs = at::empty({num_rows, 2 * kHeads}, at::kFloat);
+  const Tensor pairs = empty({num_rows, 2 * kHeads}, kFloat);
   const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
   std::vector<float> most(tasks * kHeads);
   std::atomic<bool> small{true};

@@ -21,7 +21,6 @@
 #include "factored.h"
 #include "factored_lanes.h"
 
-#include <ATen/ops/empty.h>
 
 #include <atomic>
 
@@ -359,14 +358,14 @@ template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
   using Made = Factors<kHeads>;
   const Made factors{t, g};
-  const at::Tensor of_sources = at::empty({t.num_segments, Made::kOfSource}, at::kFloat);
+  const Tensor of_sources = empty({t.num_segments, Made::kOfSource}, kFloat);
   std::atomic<bool> small{true};
   float* sources = of_sources.mutable_data_ptr<float>();
   for_rows(t.num_segments, [&](int64_t first, int64_t last) {
     if (!on_sources(factors, sources, first, last)) small = false;
   });
   if (!small) return false;
-  const at::Tensor of_targets = at::empty({num_targets, Made::kOfTarget}, at::kFloat);
+  const Tensor of_targets = empty({num_targets, Made::kOfTarget}, kFloat);
   float* targets = of_targets.mutable_data_ptr<float>();
   for_rows(num_targets, [&](int64_t first, int64_t last) {
     on_targets(factors, targets, first, last);

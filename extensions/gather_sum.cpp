@@ -6,9 +6,6 @@
 
 #include "gather_sum.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -24,20 +21,20 @@ constexpr char kName[] = "gather_sum";
 SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& source,
                        const Tensor& offsets, const OptionalTensor& targets,
                        const OptionalTensor& weight, const OptionalTensor& edges) {
-  TORCH_CHECK_VALUE(out.dim() == 2 && rows.dim() == 2 && out.sym_size(1) == rows.sym_size(1),
-                    "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got ",
-                    out.sym_sizes(), " and ", rows.sym_sizes(), ")");
-  TORCH_CHECK_TYPE(out.scalar_type() == rows.scalar_type(),
-                   "gather_sum: expected 'out' and 'rows' of one dtype (got ", out.scalar_type(),
-                   " and ", rows.scalar_type(), ")");
+  CHECK_VALUE(out.dim() == 2 && rows.dim() == 2 && out.size(1) == rows.size(1),
+              "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got ",
+              out.sizes(), " and ", rows.sizes(), ")");
+  CHECK_DTYPE(out.scalar_type() == rows.scalar_type(),
+              "gather_sum: expected 'out' and 'rows' of one dtype (got ", out.scalar_type(),
+              " and ", rows.scalar_type(), ")");
   check_floating(kName, out);
   if (weight.has_value()) {
     const auto wide = wide_dtype(out.scalar_type());
-    TORCH_CHECK_VALUE(weight->sizes() == source.sizes(),
-                      "gather_sum: expected a 'weight' for each of the ", source.size(0),
-                      " edges (got shape ", weight->sizes(), ")");
-    TORCH_CHECK_TYPE(weight->scalar_type() == wide, "gather_sum: expected 'weight' of dtype ", wide,
-                     " (got ", weight->scalar_type(), ")");
+    CHECK_VALUE(weight->sizes() == source.sizes(),
+                "gather_sum: expected a 'weight' for each of the ", source.size(0),
+                " edges (got shape ", weight->sizes(), ")");
+    CHECK_DTYPE(weight->scalar_type() == wide, "gather_sum: expected 'weight' of dtype ", wide,
+                " (got ", weight->scalar_type(), ")");
   }
   return pyg_sar::checked(kName, source, offsets, targets, edges);
 }
@@ -45,12 +42,12 @@ SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& sour
 // Weights in the order in which the edges are read.
 template <class Acc, class Index>
 Tensor ordered(const Tensor& weight, const Segments<Index>& segments) {
-  const Tensor dense = weight.contiguous();
+  const Tensor dense = as_contiguous(weight);
   if (segments.edges == nullptr) return dense;
-  Tensor out = at::empty_like(dense);
+  const Tensor out = empty({dense.numel()}, dense.scalar_type());
   Acc* to = out.mutable_data_ptr<Acc>();
   const Acc* from = dense.const_data_ptr<Acc>();
-  at::parallel_for(0, segments.num_edges, kEdgesPerRun, [&](int64_t start, int64_t stop) {
+  parallel_for(0, segments.num_edges, kEdgesPerRun, [&](int64_t start, int64_t stop) {
     for (int64_t e = start; e < stop; ++e) to[e] = from[segments.edges[e]];
   });
   return out;
@@ -60,14 +57,14 @@ template <class Row, class Index>
 void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
          const OptionalTensor& weight) {
   const auto segments = pyg_sar::checked<Index>(kName, given, rows.size(0), out.size(0));
-  TORCH_CHECK_VALUE(rows.size(0) < int64_t{1} << 31, "gather_sum: more than 2^31 'rows'");
+  CHECK_VALUE(rows.size(0) < int64_t{1} << 31, "gather_sum: more than 2^31 'rows'");
   Tensor source = given.source, by;
   SumTile<Row> tile{};
   tile.segments.targets = segments.targets;
   tile.segments.num_edges = segments.num_edges;
   tile.segments.num_targets = segments.num_targets;
   if constexpr (std::is_same_v<Index, int64_t>) {
-    source = source.to(at::kInt);
+    source = as_dtype(source, kInt);
     tile.wide_offsets = segments.offsets;
   } else {
     tile.segments.offsets = segments.offsets;
@@ -98,10 +95,10 @@ void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const
                     const OptionalTensor& edges) {
   const SegmentTensors segments = checked(out, rows, source, offsets, targets, weight, edges);
   check_written(kName, "out", out);
-  at::assert_no_overlap(out, rows);
+  check_no_overlap(out, rows);
   if (source.numel() == 0 || out.numel() == 0) {
-    TORCH_CHECK_INDEX(source.numel() == 0 || out.size(0) > 0,
-                      "gather_sum: edges into 'out' without rows");
+    CHECK_INDEX(source.numel() == 0 || out.size(0) > 0,
+                "gather_sum: edges into 'out' without rows");
     return;
   }
   const Tensor dense = with_dense_rows(rows);
@@ -112,20 +109,30 @@ void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const
   });
 }
 
-// Arguments are checked when the kernel runs; sizes may be symbols here.
-void gather_sum_meta(Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                     const OptionalTensor&, const OptionalTensor&) {}
+// The same from zeros.
+Tensor gather_sum_of_all(const Tensor& rows, const Tensor& source, const Tensor& offsets,
+                         const OptionalTensor& targets, const OptionalTensor& weight,
+                         const OptionalTensor& edges, int64_t num_targets) {
+  CHECK_VALUE(rows.dim() == 2, "gather_sum: expected 'rows' of shape [M, F] (got ", rows.sizes(), ")");
+  Tensor out = torch::stable::new_zeros(rows, {num_targets, rows.size(1)});
+  gather_sum_cpu(out, rows, source, offsets, targets, weight, edges);
+  return out;
+}
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "gather_sum_(Tensor(a!) out, Tensor rows, Tensor source, Tensor offsets, "
-      "Tensor? targets=None, Tensor? weight=None, Tensor? edges=None) -> ()",
-      {at::Tag::pt2_compliant_tag});
+      "Tensor? targets=None, Tensor? weight=None, Tensor? edges=None) -> ()");
+  m.def(
+      "gather_sum(Tensor rows, Tensor source, Tensor offsets, Tensor? targets, Tensor? weight, "
+      "Tensor? edges, SymInt num_targets) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("gather_sum_", &gather_sum_cpu); }
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("gather_sum_", &gather_sum_meta); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("gather_sum_", TORCH_BOX(&gather_sum_cpu));
+  m.impl("gather_sum", TORCH_BOX(&gather_sum_of_all));
+}
 
 }  // namespace pyg_sar

@@ -2,8 +2,6 @@
 //
 // All is counted in integers, so that the plain loops of pyg_sar/partition/balance.py find the same.
 
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -79,7 +77,7 @@ class Readers {
     return std::find_if(slots_.data() + first_[v], end(v), [&](const Slot& s) { return s.part == part; });
   }
   static void check(bool good) {
-    TORCH_CHECK_VALUE(good, "save_halo_rows_: expected the same edges by source and by target");
+    CHECK_VALUE(good, "save_halo_rows_: expected the same edges by source and by target");
   }
 
   std::vector<int64_t> first_;
@@ -155,12 +153,12 @@ int64_t save_halo_rows(const Neighbours<Index>& out, const Neighbours<Index>& in
 template <class Index>
 Neighbours<Index> checked_neighbours(const Tensor& offsets, const Tensor& other, int64_t nodes) {
   const Neighbours<Index> found{offsets.const_data_ptr<int64_t>(), other.const_data_ptr<Index>(), nodes};
-  TORCH_CHECK_VALUE(offsets.numel() == nodes + 1 && found.offsets[0] == 0 &&
-                        found.offsets[nodes] == other.numel() &&
-                        ascends(found.offsets, nodes + 1, false),
-                    "save_halo_rows_: expected 'offsets' that ascend from 0 to ", other.numel());
-  TORCH_CHECK_INDEX(all_within(found.other, other.numel(), nodes),
-                    "save_halo_rows_: expected nodes in [0, ", nodes, ")");
+  CHECK_VALUE(offsets.numel() == nodes + 1 && found.offsets[0] == 0 &&
+                  found.offsets[nodes] == other.numel() &&
+                  ascends(found.offsets, nodes + 1, false),
+              "save_halo_rows_: expected 'offsets' that ascend from 0 to ", other.numel());
+  CHECK_INDEX(all_within(found.other, other.numel(), nodes),
+              "save_halo_rows_: expected nodes in [0, ", nodes, ")");
   return found;
 }
 
@@ -169,40 +167,40 @@ int64_t save_halo_rows_cpu(const Tensor& part, const Tensor& loads, const Tensor
                            const Tensor& first_in, const Tensor& source) {
   const char* op = "save_halo_rows_";
   for (const Tensor* x : {&part, &loads, &weights, &most, &first_out, &target, &first_in, &source})
-    TORCH_CHECK_VALUE(x->is_contiguous(), op, ": expected contiguous tensors");
+    CHECK_VALUE(x->is_contiguous(), op, ": expected contiguous tensors");
   for (const Tensor* x : {&loads, &weights, &most, &first_out, &first_in})
-    TORCH_CHECK_TYPE(x->scalar_type() == at::kLong, op, ": expected int64 (got ", x->scalar_type(), ")");
+    CHECK_DTYPE(x->scalar_type() == kLong, op, ": expected int64 (got ", x->scalar_type(), ")");
   const auto dtype = part.scalar_type();
-  TORCH_CHECK_TYPE((dtype == at::kInt || dtype == at::kLong) && target.scalar_type() == dtype &&
-                       source.scalar_type() == dtype,
-                   op, ": expected parts and neighbours all int32 or all int64");
+  CHECK_DTYPE((dtype == kInt || dtype == kLong) && target.scalar_type() == dtype &&
+                  source.scalar_type() == dtype,
+              op, ": expected parts and neighbours all int32 or all int64");
   const int64_t nodes = part.numel(), kinds = most.numel();
-  TORCH_CHECK_VALUE(loads.dim() == 2 && loads.size(1) == kinds &&
-                        weights.sizes() == at::IntArrayRef({nodes, kinds}),
-                    op, ": expected 'loads' [parts, kinds] and 'weights' [nodes, kinds] (got ",
-                    loads.sizes(), " and ", weights.sizes(), ")");
+  CHECK_VALUE(loads.dim() == 2 && loads.size(1) == kinds &&
+                  weights.sizes() == Sizes({nodes, kinds}),
+              op, ": expected 'loads' [parts, kinds] and 'weights' [nodes, kinds] (got ",
+              loads.sizes(), " and ", weights.sizes(), ")");
   const auto run = [&](auto type) {
     using Index = decltype(type);
     const auto out = checked_neighbours<Index>(first_out, target, nodes);
     const auto in = checked_neighbours<Index>(first_in, source, nodes);
-    TORCH_CHECK_INDEX(all_within(part.const_data_ptr<Index>(), nodes, loads.size(0)), op,
-                      ": expected parts in [0, ", loads.size(0), ")");
+    CHECK_INDEX(all_within(part.const_data_ptr<Index>(), nodes, loads.size(0)), op,
+                ": expected parts in [0, ", loads.size(0), ")");
     return save_halo_rows<Index>(
         out, in, part.mutable_data_ptr<Index>(),
         {loads.mutable_data_ptr<int64_t>(), most.const_data_ptr<int64_t>(), kinds},
         weights.const_data_ptr<int64_t>(), loads.size(0));
   };
-  return dtype == at::kInt ? run(int32_t{}) : run(int64_t{});
+  return dtype == kInt ? run(int32_t{}) : run(int64_t{});
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "save_halo_rows_(Tensor(a!) part, Tensor(b!) loads, Tensor weights, Tensor most, "
       "Tensor first_out, Tensor target, Tensor first_in, Tensor source) -> int");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("save_halo_rows_", &save_halo_rows_cpu); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("save_halo_rows_", TORCH_BOX(&save_halo_rows_cpu)); }
 
 }  // namespace pyg_sar

@@ -4,14 +4,11 @@
 // results don't depend on the number of threads. Sums of a few rows, which stay in a cache, are of the
 // rows' dtype (float32 at least); what is made of these is float64.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "parallel.h"
 #include "tensors.h"
 #include "vectors.h"
 
@@ -44,9 +41,9 @@ template <class Run>
 Tensor by_block(const Tensor& x, const Run& run) {
   const int64_t count = x.size(0), width = x.size(1), rows = block_rows(count);
   const int64_t blocks = (count + rows - 1) / rows;
-  Tensor found = at::empty({blocks, 2, width}, x.options().dtype(at::kDouble));
+  Tensor found = empty({blocks, 2, width}, kDouble);
   double* to = found.mutable_data_ptr<double>();
-  at::parallel_for(0, blocks, grain(rows * width), [&](int64_t begin, int64_t end) {
+  parallel_for(0, blocks, grain(rows * width), [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       double* at = to + 2 * k * width;
       std::fill(at, at + 2 * width, 0.);
@@ -125,28 +122,29 @@ void add_products(const Rows<Row>& gradient, const Rows<Row>& x, const Wide<Row>
 
 // One number for each column, in what rows are computed with.
 Tensor by_column(const char* op, const char* name, const Tensor& values, const Tensor& x) {
-  TORCH_CHECK_VALUE(values.numel() == x.size(1), op, ": expected '", name, "' to have ", x.size(1),
-                    " numbers (got ", values.sizes(), ")");
-  return values.to(wide_dtype(x.scalar_type())).contiguous();
+  CHECK_VALUE(values.numel() == x.size(1), op, ": expected '", name, "' to have ", x.size(1),
+              " numbers (got ", values.sizes(), ")");
+  return as_contiguous(as_dtype(values, wide_dtype(x.scalar_type())));
 }
 
 void check_rows(const char* op, const Tensor& x) {
-  TORCH_CHECK_VALUE(x.dim() == 2, op, ": expected rows [N, F] (got ", x.sizes(), ")");
+  CHECK_VALUE(x.dim() == 2, op, ": expected rows [N, F] (got ", x.sizes(), ")");
   check_floating(op, x);
 }
 
 void check_alike(const char* op, const Tensor& x, const Tensor& gradient) {
   check_rows(op, gradient);
-  TORCH_CHECK_VALUE(x.sizes() == gradient.sizes(), op, ": expected 'gradient' of shape ", x.sizes(),
-                    " (got ", gradient.sizes(), ")");
-  TORCH_CHECK_TYPE(x.scalar_type() == gradient.scalar_type(), op, ": expected 'gradient' of dtype ",
-                   x.scalar_type(), " (got ", gradient.scalar_type(), ")");
+  CHECK_VALUE(x.sizes() == gradient.sizes(), op, ": expected 'gradient' of shape ", x.sizes(),
+              " (got ", gradient.sizes(), ")");
+  CHECK_DTYPE(x.scalar_type() == gradient.scalar_type(), op, ": expected 'gradient' of dtype ",
+              x.scalar_type(), " (got ", gradient.scalar_type(), ")");
 }
 
 Tensor column_moments_cpu(const Tensor& given) {
   check_rows("column_moments", given);
   const Tensor x = with_dense_rows(given);
-  Tensor result = at::zeros({2, x.size(1)}, x.options().dtype(at::kDouble));
+  Tensor result = empty({2, x.size(1)}, kDouble);
+  torch::stable::zero_(result);
   for_dtype(x.scalar_type(), [&](auto row) {
     const Rows<decltype(row)> rows(x);
     const Tensor found = by_block(x, [&](int64_t begin, int64_t end, double* mean, double* squares) {
@@ -169,7 +167,7 @@ Tensor column_products_cpu(const Tensor& gradient, const Tensor& x, const Tensor
   check_alike("column_products", x, gradient);
   const Tensor g = with_dense_rows(gradient), rows = with_dense_rows(x);
   const Tensor centre = by_column("column_products", "shift", shift, x);
-  Tensor found;
+  OptionalTensor found;
   for_dtype(x.scalar_type(), [&](auto row) {
     using Row = decltype(row);
     const Rows<Row> from(rows), of(g);
@@ -178,21 +176,22 @@ Tensor column_products_cpu(const Tensor& gradient, const Tensor& x, const Tensor
       add_products(of, from, at, begin, end, total, product);
     });
   });
-  return found.sum(0);
+  const std::array<int64_t, 1> blocks{0};
+  return torch::stable::sum(*found, Sizes(blocks));
 }
 
 Tensor scale_rows_cpu(const Tensor& given, const Tensor& shift, const Tensor& scale,
                       const Tensor& offset, const OptionalTensor& gradient, const OptionalTensor& factor) {
   constexpr char kName[] = "scale_rows";
   check_rows(kName, given);
-  TORCH_CHECK_VALUE(gradient.has_value() == factor.has_value(), kName,
-                    ": expected 'gradient' and 'factor', or neither");
+  CHECK_VALUE(gradient.has_value() == factor.has_value(), kName,
+              ": expected 'gradient' and 'factor', or neither");
   if (gradient.has_value()) check_alike(kName, given, *gradient);
   const Tensor x = with_dense_rows(given), g = gradient.has_value() ? with_dense_rows(*gradient) : x;
   const Tensor shifts = by_column(kName, "shift", shift, x), scales = by_column(kName, "scale", scale, x);
   const Tensor offsets = by_column(kName, "offset", offset, x);
   const Tensor factors = factor.has_value() ? by_column(kName, "factor", *factor, x) : shifts;
-  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor out = empty(x.sizes(), x.scalar_type());
   for_dtype(x.scalar_type(), [&](auto row) {
     using Row = decltype(row);
     using Acc = Wide<Row>;
@@ -202,7 +201,7 @@ Tensor scale_rows_cpu(const Tensor& given, const Tensor& shift, const Tensor& sc
     Row* to = out.mutable_data_ptr<Row>();
     const int64_t width = from.width;
     const bool adds = gradient.has_value();
-    at::parallel_for(0, from.count, grain(width), [&](int64_t begin, int64_t end) {
+    parallel_for(0, from.count, grain(width), [&](int64_t begin, int64_t end) {
       on_best([&](auto) PYG_SAR_INLINED {
         for (int64_t i = begin; i < end; ++i) {
           const Row *in = from[i], *with = of[i];
@@ -224,34 +223,21 @@ Tensor scale_rows_cpu(const Tensor& given, const Tensor& shift, const Tensor& sc
   return out;
 }
 
-Tensor columns_meta(const Tensor& x) {
-  return at::empty_symint({2, x.sym_size(1)}, x.options().dtype(at::kDouble));
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def("column_moments(Tensor x) -> Tensor");
   m.def("column_products(Tensor gradient, Tensor x, Tensor shift) -> Tensor");
   m.def(
       "scale_rows(Tensor x, Tensor shift, Tensor scale, Tensor offset, Tensor? gradient=None, "
-      "Tensor? factor=None) -> Tensor",
-      {at::Tag::pointwise});
+      "Tensor? factor=None) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
-  m.impl("column_moments", &column_moments_cpu);
-  m.impl("column_products", &column_products_cpu);
-  m.impl("scale_rows", &scale_rows_cpu);
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("column_moments", TORCH_BOX(&column_moments_cpu));
+  m.impl("column_products", TORCH_BOX(&column_products_cpu));
+  m.impl("scale_rows", TORCH_BOX(&scale_rows_cpu));
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) {
-  m.impl("column_moments", &columns_meta);
-  m.impl("column_products", [](const Tensor&, const Tensor& x, const Tensor&) { return columns_meta(x); });
-  m.impl("scale_rows", [](const Tensor& x, const Tensor&, const Tensor&, const Tensor&,
-                          const OptionalTensor&, const OptionalTensor&) {
-    return at::empty_symint(x.sym_sizes(), x.options());
-  });
-}
 
 }  // namespace pyg_sar

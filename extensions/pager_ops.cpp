@@ -6,6 +6,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <stdexcept>
@@ -118,6 +119,7 @@ bool touch(const at::Tensor& tensor, bool write, int64_t pins) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+  m.def("pager_built_with() -> str", [] { return std::string(TORCH_VERSION); });
   m.def("pager_open(int arenas, int budget, str directory, int threads) -> ()", &open);
   m.def("pager_close() -> ()", &close);
   m.def("pager_enter(int arena) -> ()", &enter);

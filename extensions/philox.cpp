@@ -3,12 +3,10 @@
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
 // pyg_sar/space/draws.py has the same in PyTorch.
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
+#include "parallel.h"
 #include "processors.h"
 #include "tensors.h"
 
@@ -68,23 +66,23 @@ PYG_SAR_INLINE void fill(int64_t* out, const int64_t* ids, int64_t first, int64_
   }
 }
 
-Tensor empty_rows(const Tensor& ids, const c10::SymInt& width) {
-  TORCH_CHECK_VALUE(ids.dim() == 1, "philox_rows: expected 'ids' of shape [n] (got ",
-                    ids.sym_sizes(), ")");
-  TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong, "philox_rows: expected int64 'ids' (got ",
-                   ids.scalar_type(), ")");
-  return at::empty_symint({ids.sym_size(0), width}, ids.options());
+void check(const Tensor& ids, int64_t width) {
+  CHECK_VALUE(width >= 0, "philox_rows: expected 'width' >= 0 (got ", width, ")");
+  CHECK_VALUE(ids.dim() == 1, "philox_rows: expected 'ids' of shape [n] (got ",
+              ids.sizes(), ")");
+  CHECK_DTYPE(ids.scalar_type() == kLong, "philox_rows: expected int64 'ids' (got ",
+              ids.scalar_type(), ")");
 }
 
-Tensor philox_rows_cpu(const Tensor& ids, c10::SymInt width, int64_t low, int64_t high) {
-  TORCH_CHECK_VALUE(width >= 0, "philox_rows: expected 'width' >= 0 (got ", width, ")");
-  Tensor out = empty_rows(ids, width);
-  const Tensor dense = ids.contiguous();
+Tensor philox_rows_cpu(const Tensor& ids, int64_t width, int64_t low, int64_t high) {
+  check(ids, width);
+  const Tensor out = empty({ids.size(0), width}, kLong);
+  const Tensor dense = as_contiguous(ids);
   const int64_t* id = dense.const_data_ptr<int64_t>();
   const int64_t words = out.size(1);
   int64_t* to = out.mutable_data_ptr<int64_t>();
   const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(words, 1), 1);
-  at::parallel_for(0, ids.numel(), grain, [&](int64_t first, int64_t last) {
+  parallel_for(0, ids.numel(), grain, [&](int64_t first, int64_t last) {
     on_best([&](auto) PYG_SAR_INLINED {
       fill(to, id, first, last, words, static_cast<uint32_t>(low), static_cast<uint32_t>(high));
     });
@@ -92,18 +90,12 @@ Tensor philox_rows_cpu(const Tensor& ids, c10::SymInt width, int64_t low, int64_
   return out;
 }
 
-Tensor philox_rows_meta(const Tensor& ids, c10::SymInt width, int64_t, int64_t) {
-  return empty_rows(ids, width);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
-  m.def("philox_rows(Tensor ids, SymInt width, int low, int high) -> Tensor",
-        {at::Tag::pt2_compliant_tag});
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+  m.def("philox_rows(Tensor ids, SymInt width, int low, int high) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("philox_rows", &philox_rows_cpu); }
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("philox_rows", &philox_rows_meta); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("philox_rows", TORCH_BOX(&philox_rows_cpu)); }
 
 }  // namespace pyg_sar

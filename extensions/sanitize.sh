@@ -35,7 +35,7 @@ trap 'rm -rf "$work"' EXIT
 cd "$here"
 cp -r setup.py setup.cfg pyproject.toml README.md LICENSE extensions pyg_sar tests "$work"
 cd "$work"
-rm -f pyg_sar/_kernels.so
+rm -f pyg_sar/_*.so
 PYG_SAR_SANITIZER=$kind "$python" setup.py -q build_ext --inplace
 test -f pyg_sar/_kernels.so || { echo "the kernels could not be built" >&2; exit 1; }
 

@@ -2,12 +2,7 @@
 
 #include "segments.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-#include <torch/version.h>
 
-#include <string>
 #include <tuple>
 
 #include "counting_sort.h"
@@ -48,38 +43,38 @@ template bool ascends(const int64_t*, int64_t, bool);
 namespace {
 
 bool is_index(const Tensor& x) {
-  return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong;
+  return x.scalar_type() == kInt || x.scalar_type() == kLong;
 }
 
 }  // namespace
 
 SegmentTensors checked(const char* op, const Tensor& source, const Tensor& offsets,
                        const OptionalTensor& targets, const OptionalTensor& edges) {
-  TORCH_CHECK_VALUE(source.dim() == 1 && offsets.dim() == 1 && offsets.size(0) > 0, op,
-                    ": expected 'source' and 'offsets' of shapes [E] and [U + 1] (got ",
-                    source.sizes(), " and ", offsets.sizes(), ")");
-  TORCH_CHECK_TYPE(is_index(source), op, ": expected int32 or int64 'source' (got ",
-                   source.scalar_type(), ")");
-  TORCH_CHECK_TYPE(offsets.scalar_type() == source.scalar_type(), op,
-                   ": expected 'offsets' of the dtype of 'source' (got ", offsets.scalar_type(),
-                   " and ", source.scalar_type(), ")");
+  CHECK_VALUE(source.dim() == 1 && offsets.dim() == 1 && offsets.size(0) > 0, op,
+              ": expected 'source' and 'offsets' of shapes [E] and [U + 1] (got ",
+              source.sizes(), " and ", offsets.sizes(), ")");
+  CHECK_DTYPE(is_index(source), op, ": expected int32 or int64 'source' (got ",
+              source.scalar_type(), ")");
+  CHECK_DTYPE(offsets.scalar_type() == source.scalar_type(), op,
+              ": expected 'offsets' of the dtype of 'source' (got ", offsets.scalar_type(),
+              " and ", source.scalar_type(), ")");
   if (targets.has_value()) {
-    TORCH_CHECK_VALUE(targets->dim() == 1 && targets->size(0) == offsets.size(0) - 1, op,
-                      ": expected 'targets' of shape [", offsets.size(0) - 1, "] (got ",
-                      targets->sizes(), ")");
-    TORCH_CHECK_TYPE(targets->scalar_type() == at::kLong, op, ": expected int64 'targets' (got ",
-                     targets->scalar_type(), ")");
+    CHECK_VALUE(targets->dim() == 1 && targets->size(0) == offsets.size(0) - 1, op,
+                ": expected 'targets' of shape [", offsets.size(0) - 1, "] (got ",
+                targets->sizes(), ")");
+    CHECK_DTYPE(targets->scalar_type() == kLong, op, ": expected int64 'targets' (got ",
+                targets->scalar_type(), ")");
   }
   if (edges.has_value()) {
-    TORCH_CHECK_VALUE(edges->sizes() == source.sizes(), op, ": expected 'edges' of shape [",
-                      source.size(0), "] (got ", edges->sizes(), ")");
-    TORCH_CHECK_TYPE(edges->scalar_type() == source.scalar_type(), op,
-                     ": expected 'edges' of the dtype of 'source' (got ", edges->scalar_type(),
-                     " and ", source.scalar_type(), ")");
+    CHECK_VALUE(edges->sizes() == source.sizes(), op, ": expected 'edges' of shape [",
+                source.size(0), "] (got ", edges->sizes(), ")");
+    CHECK_DTYPE(edges->scalar_type() == source.scalar_type(), op,
+                ": expected 'edges' of the dtype of 'source' (got ", edges->scalar_type(),
+                " and ", source.scalar_type(), ")");
   }
-  SegmentTensors out{source.contiguous(), offsets.contiguous(), std::nullopt, std::nullopt};
-  if (targets.has_value()) out.targets = targets->contiguous();
-  if (edges.has_value()) out.edges = edges->contiguous();
+  SegmentTensors out{as_contiguous(source), as_contiguous(offsets), std::nullopt, std::nullopt};
+  if (targets.has_value()) out.targets = as_contiguous(*targets);
+  if (edges.has_value()) out.edges = as_contiguous(*edges);
   return out;
 }
 
@@ -93,18 +88,18 @@ Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num
                           given.source.numel(),
                           given.offsets.numel() - 1};
   const int64_t last = s.num_targets;
-  TORCH_CHECK_VALUE(s.offsets[0] == 0 && s.offsets[last] == s.num_edges &&
-                        ascends(s.offsets, last + 1, false),
-                    op, ": expected 'offsets' that ascend from 0 to the number of edges, ",
-                    s.num_edges);
-  TORCH_CHECK_INDEX(s.targets == nullptr
-                        ? last <= num_out
-                        : within(s.targets, last, num_out) && ascends(s.targets, last, true),
-                    op, ": expected ascending 'targets' in [0, ", num_out, ")");
-  TORCH_CHECK_INDEX(all_within(s.source, s.num_edges, num_rows), op, ": 'source' names a row outside [0, ",
-                    num_rows, ")");
-  TORCH_CHECK_INDEX(s.edges == nullptr || all_within(s.edges, s.num_edges, s.num_edges), op,
-                    ": 'edges' names an edge outside [0, ", s.num_edges, ")");
+  CHECK_VALUE(s.offsets[0] == 0 && s.offsets[last] == s.num_edges &&
+                  ascends(s.offsets, last + 1, false),
+              op, ": expected 'offsets' that ascend from 0 to the number of edges, ",
+              s.num_edges);
+  CHECK_INDEX(s.targets == nullptr
+                  ? last <= num_out
+                  : within(s.targets, last, num_out) && ascends(s.targets, last, true),
+              op, ": expected ascending 'targets' in [0, ", num_out, ")");
+  CHECK_INDEX(all_within(s.source, s.num_edges, num_rows), op, ": 'source' names a row outside [0, ",
+              num_rows, ")");
+  CHECK_INDEX(s.edges == nullptr || all_within(s.edges, s.num_edges, s.num_edges), op,
+              ": 'edges' names an edge outside [0, ", s.num_edges, ")");
   return s;
 }
 
@@ -116,10 +111,10 @@ namespace {
 template <class Key, class Place>
 void sort_by_counting(const Key* key, const Place* before, int64_t size, int64_t num_keys,
                       Place* order, Place* offsets) {
-  TORCH_CHECK_INDEX(all_within(key, size, num_keys), "sort_edges: expected keys in [0, ", num_keys,
-                    ")");
-  TORCH_CHECK_INDEX(before == nullptr || all_within(before, size, size),
-                    "sort_edges: expected an 'order' of numbers in [0, ", size, ")");
+  CHECK_INDEX(all_within(key, size, num_keys), "sort_edges: expected keys in [0, ", num_keys,
+              ")");
+  CHECK_INDEX(before == nullptr || all_within(before, size, size),
+              "sort_edges: expected an 'order' of numbers in [0, ", size, ")");
   const auto edge = [&](int64_t k) -> int64_t { return before == nullptr ? k : before[k]; };
   // A table of counts per thread shall not take more than the result does.
   CountingSort<Place> sort(size, num_keys, 2 * size / std::max<int64_t>(num_keys, 1));
@@ -134,62 +129,49 @@ void sort_by_counting(const Key* key, const Place* before, int64_t size, int64_t
 }
 
 void check_sort(const Tensor& key, int64_t num_keys, const OptionalTensor& order) {
-  TORCH_CHECK_VALUE(key.dim() == 1 && num_keys >= 0, "sort_edges: expected 'key' of shape [E] and ",
-                    "'num_keys' of at least 0 (got ", key.sizes(), " and ", num_keys, ")");
-  TORCH_CHECK_TYPE(is_index(key), "sort_edges: expected int32 or int64 'key' (got ",
-                   key.scalar_type(), ")");
-  const auto place = key.numel() < (int64_t{1} << 31) ? at::kInt : at::kLong;
-  TORCH_CHECK_VALUE(!order.has_value() || order->sizes() == key.sizes(),
-                    "sort_edges: expected 'order' of the shape of 'key'");
-  TORCH_CHECK_TYPE(!order.has_value() || order->scalar_type() == place,
-                   "sort_edges: expected 'order' of dtype ", place);
-}
-
-std::tuple<Tensor, Tensor> empty_result(const Tensor& key, const c10::SymInt& num_keys) {
-  const auto narrow = key.sym_numel() < (int64_t{1} << 31);
-  const auto options = key.options().dtype(narrow ? at::kInt : at::kLong);
-  return {at::empty_symint({key.sym_numel()}, options),
-          at::empty_symint({num_keys + 1}, options)};
+  CHECK_VALUE(key.dim() == 1 && num_keys >= 0, "sort_edges: expected 'key' of shape [E] and ",
+              "'num_keys' of at least 0 (got ", key.sizes(), " and ", num_keys, ")");
+  CHECK_DTYPE(is_index(key), "sort_edges: expected int32 or int64 'key' (got ",
+              key.scalar_type(), ")");
+  const auto place = key.numel() < (int64_t{1} << 31) ? kInt : kLong;
+  CHECK_VALUE(!order.has_value() || order->sizes() == key.sizes(),
+              "sort_edges: expected 'order' of the shape of 'key'");
+  CHECK_DTYPE(!order.has_value() || order->scalar_type() == place,
+              "sort_edges: expected 'order' of dtype ", place);
 }
 
 std::tuple<Tensor, Tensor> sort_edges_cpu(const Tensor& key, int64_t num_keys,
                                           const OptionalTensor& order) {
   check_sort(key, num_keys, order);
-  auto [out, offsets] = empty_result(key, num_keys);
-  const Tensor keys = key.contiguous();
+  const auto place = key.numel() < (int64_t{1} << 31) ? kInt : kLong;
+  const Tensor out = empty({key.numel()}, place), offsets = empty({num_keys + 1}, place);
+  const Tensor keys = as_contiguous(key);
   OptionalTensor before;
-  if (order.has_value()) before = order->contiguous();
+  if (order.has_value()) before = as_contiguous(*order);
   const auto sort = [&](auto key_type, auto place_type) {
     using Key = decltype(key_type);
     using Place = decltype(place_type);
     sort_by_counting(keys.const_data_ptr<Key>(),
                      before ? before->const_data_ptr<Place>() : nullptr, keys.numel(), num_keys,
-                     out.template mutable_data_ptr<Place>(),
-                     offsets.template mutable_data_ptr<Place>());
+                     out.mutable_data_ptr<Place>(),
+                     offsets.mutable_data_ptr<Place>());
   };
-  const bool narrow_key = keys.scalar_type() == at::kInt, narrow = out.scalar_type() == at::kInt;
+  const bool narrow_key = keys.scalar_type() == kInt, narrow = out.scalar_type() == kInt;
   if (narrow) narrow_key ? sort(int32_t{}, int32_t{}) : sort(int64_t{}, int32_t{});
   else narrow_key ? sort(int32_t{}, int64_t{}) : sort(int64_t{}, int64_t{});
   return {out, offsets};
 }
 
-std::tuple<Tensor, Tensor> sort_edges_meta(const Tensor& key, c10::SymInt num_keys,
-                                           const OptionalTensor& order) {
-  return empty_result(key, num_keys);
-}
-
-std::string built_with() { return TORCH_VERSION; }
-
 }  // namespace
 
-TORCH_LIBRARY(pyg_sar, m) {
-  m.def("built_with() -> str", &built_with);
-  m.def("runs_here() -> bool", &runs_here);
-  m.def("sort_edges(Tensor key, SymInt num_keys, Tensor? order=None) -> (Tensor, Tensor)",
-        {at::Tag::pt2_compliant_tag});
+STABLE_TORCH_LIBRARY(pyg_sar, m) {
+  m.def("runs_here() -> bool");
+  m.def("sort_edges(Tensor key, SymInt num_keys, Tensor? order=None) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("sort_edges", &sort_edges_cpu); }
-TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("sort_edges", &sort_edges_meta); }
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CompositeExplicitAutograd, m) {
+  m.impl("runs_here", TORCH_BOX(&runs_here));
+}
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("sort_edges", TORCH_BOX(&sort_edges_cpu)); }
 
 }  // namespace pyg_sar

@@ -2,15 +2,15 @@
 // and the way in which threads share them.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <optional>
 
+#include "parallel.h"
 #include "processors.h"
+#include "tensors.h"
 
 namespace pyg_sar {
 
@@ -21,7 +21,7 @@ bool within(const Index* x, int64_t size, int64_t bound);
 template <class Index>
 bool all_within(const Index* x, int64_t size, int64_t bound) {
   std::atomic<bool> good{true};
-  at::parallel_for(0, size, 1 << 18, [&](int64_t start, int64_t stop) {
+  parallel_for(0, size, 1 << 18, [&](int64_t start, int64_t stop) {
     if (!within(x + start, stop - start, bound)) good = false;
   });
   return good;
@@ -46,16 +46,15 @@ struct Segments {
 
 // The same as tensors.
 struct SegmentTensors {
-  at::Tensor source, offsets;
-  std::optional<at::Tensor> targets, edges;
+  Tensor source, offsets;
+  OptionalTensor targets, edges;
 
-  bool is_narrow() const { return source.scalar_type() == at::kInt; }
+  bool is_narrow() const { return source.scalar_type() == kInt; }
 };
 
 // Checks shapes and dtypes, and makes them contiguous.
-SegmentTensors checked(const char* op, const at::Tensor& source, const at::Tensor& offsets,
-                       const std::optional<at::Tensor>& targets,
-                       const std::optional<at::Tensor>& edges);
+SegmentTensors checked(const char* op, const Tensor& source, const Tensor& offsets,
+                       const OptionalTensor& targets, const OptionalTensor& edges);
 
 // Checks the indices, so that kernels needn't. Rows that are read: num_rows; that are added to: num_out.
 template <class Index>
@@ -66,10 +65,9 @@ Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num
 // processes make some slower.
 template <class Work>
 void for_chunks(int64_t chunks, const Work& work) {
-  const int64_t threads =
-      std::min<int64_t>(at::in_parallel_region() ? 1 : at::get_num_threads(), chunks);
+  const int64_t threads = std::min<int64_t>(get_num_threads(), chunks);
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     for (int64_t chunk = next++; chunk < chunks; chunk = next++) work(chunk);
   });
 }

@@ -2,16 +2,11 @@
 // the operator's schema.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <torch/library.h>
+#include <torch/csrc/stable/library.h>
 
 #include <type_traits>
-#include <vector>
 
 namespace pyg_sar {
-
-using torch::jit::Stack;
 
 template <class Result, class Arguments>
 Arguments arguments_of(Result (*)(const Arguments&));
@@ -20,41 +15,19 @@ Arguments arguments_of(Result (*)(const Arguments&));
 template <auto kRun>
 using ArgumentsOf = decltype(arguments_of(kRun));
 
+// A function as an operator's kernel. It returns nothing, or a tuple.
 template <auto kRun>
-void run_on_stack(const c10::OperatorHandle& op, Stack* stack) {
-  const std::vector<c10::IValue> values =
-      torch::jit::pop(*stack, op.schema().arguments().size());
+void kernel(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentsOf<kRun> arguments;
-  size_t next = 0;
+  const StableIValue* next = stack;
   arguments.visit([&](auto&... x) {
-    ((x = values.at(next++).template to<std::remove_reference_t<decltype(x)>>()), ...);
+    ((x = torch::stable::detail::to<std::remove_reference_t<decltype(x)>>(*next++)), ...);
   });
   if constexpr (std::is_void_v<decltype(kRun(arguments))>) {
     kRun(arguments);
   } else {
-    for (const at::Tensor& x : kRun(arguments)) torch::jit::push(*stack, x);
+    torch::stable::detail::box_from_tuple(stack, kRun(arguments));
   }
-}
-
-// A function as an operator's kernel. It returns nothing, or a vector of tensors.
-template <auto kRun>
-torch::CppFunction kernel() {
-  return torch::CppFunction::makeFromBoxedFunction<&run_on_stack<kRun>>();
-}
-
-// Calls an operator; returns its results.
-inline std::vector<at::Tensor> call(const char* op, Stack stack) {
-  c10::Dispatcher::singleton().findSchemaOrThrow(op, "").callBoxed(&stack);
-  std::vector<at::Tensor> results;
-  for (const c10::IValue& x : stack) results.push_back(x.toTensor());
-  return results;
-}
-
-template <class Arguments>
-std::vector<at::Tensor> call_with(const char* op, Arguments arguments) {
-  Stack stack;
-  arguments.visit([&](const auto&... x) { torch::jit::push(stack, x...); });
-  return call(op, std::move(stack));
 }
 
 }  // namespace pyg_sar

@@ -2,8 +2,6 @@
 //
 // All is counted in integers, so that the plain loops of pyg_sar/partition/coarsening.py find the same.
 
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <cstdint>
@@ -134,14 +132,14 @@ Run<Index> checked_run(const char* op, const Given& g) {
   const int64_t size = g.offsets.numel() - 1, nodes = g.group.numel(), groups = g.loads.size(0);
   const Run<Index> run{g.first, size, g.most.numel(), g.weights.const_data_ptr<int64_t>(),
                        g.offsets.const_data_ptr<int64_t>(), g.adjacent.const_data_ptr<Index>()};
-  TORCH_CHECK_VALUE(run.offsets[0] == 0 && run.offsets[size] == g.adjacent.numel() &&
-                        ascends(run.offsets, size + 1, false),
-                    op, ": expected 'offsets' that ascend from 0 to ", g.adjacent.numel());
-  TORCH_CHECK_INDEX(g.first >= 0 && g.first + size <= nodes &&
-                        all_within(run.adjacent, g.adjacent.numel(), nodes),
-                    op, ": expected nodes in [0, ", nodes, ")");
-  TORCH_CHECK_INDEX(all_within(g.group.const_data_ptr<Index>(), nodes, groups), op,
-                    ": expected groups in [0, ", groups, ")");
+  CHECK_VALUE(run.offsets[0] == 0 && run.offsets[size] == g.adjacent.numel() &&
+                  ascends(run.offsets, size + 1, false),
+              op, ": expected 'offsets' that ascend from 0 to ", g.adjacent.numel());
+  CHECK_INDEX(g.first >= 0 && g.first + size <= nodes &&
+                  all_within(run.adjacent, g.adjacent.numel(), nodes),
+              op, ": expected nodes in [0, ", nodes, ")");
+  CHECK_INDEX(all_within(g.group.const_data_ptr<Index>(), nodes, groups), op,
+              ": expected groups in [0, ", groups, ")");
   return run;
 }
 
@@ -149,24 +147,24 @@ Run<Index> checked_run(const char* op, const Given& g) {
 template <class Work>
 void on_run(const char* op, const Given& g, const Work& work) {
   for (const Tensor* x : {&g.group, &g.loads, &g.weights, &g.most, &g.offsets, &g.adjacent})
-    TORCH_CHECK_VALUE(x->is_contiguous(), op, ": expected contiguous tensors");
+    CHECK_VALUE(x->is_contiguous(), op, ": expected contiguous tensors");
   const int64_t size = g.offsets.numel() - 1, kinds = g.most.numel();
-  TORCH_CHECK_VALUE(size >= 0 && g.loads.dim() == 2 && g.loads.size(1) == kinds &&
-                        g.weights.sizes() == at::IntArrayRef({size, kinds}),
-                    op, ": expected 'loads' [groups, kinds] and 'weights' [nodes, kinds] (got ",
-                    g.loads.sizes(), " and ", g.weights.sizes(), ")");
+  CHECK_VALUE(size >= 0 && g.loads.dim() == 2 && g.loads.size(1) == kinds &&
+                  g.weights.sizes() == Sizes({size, kinds}),
+              op, ": expected 'loads' [groups, kinds] and 'weights' [nodes, kinds] (got ",
+              g.loads.sizes(), " and ", g.weights.sizes(), ")");
   for (const Tensor* x : {&g.loads, &g.weights, &g.most, &g.offsets})
-    TORCH_CHECK_TYPE(x->scalar_type() == at::kLong, op, ": expected int64 (got ", x->scalar_type(), ")");
+    CHECK_DTYPE(x->scalar_type() == kLong, op, ": expected int64 (got ", x->scalar_type(), ")");
   const auto dtype = g.group.scalar_type();
-  TORCH_CHECK_TYPE((dtype == at::kInt || dtype == at::kLong) && g.adjacent.scalar_type() == dtype, op,
-                   ": expected neighbours and groups both int32 or both int64");
+  CHECK_DTYPE((dtype == kInt || dtype == kLong) && g.adjacent.scalar_type() == dtype, op,
+              ": expected neighbours and groups both int32 or both int64");
   const Loads loads{g.loads.mutable_data_ptr<int64_t>(), g.most.const_data_ptr<int64_t>(), kinds};
   const auto run = [&](auto type) {
     using Index = decltype(type);
     const auto nodes = checked_run<Index>(op, g);
     work(nodes, loads, g.group.mutable_data_ptr<Index>(), g.loads.size(0));
   };
-  dtype == at::kInt ? run(int32_t{}) : run(int64_t{});
+  dtype == kInt ? run(int32_t{}) : run(int64_t{});
 }
 
 void join_clusters_cpu(const Tensor& label, const Tensor& loads, const Tensor& weights,
@@ -181,9 +179,9 @@ void join_clusters_cpu(const Tensor& label, const Tensor& loads, const Tensor& w
 void join_parts_cpu(const Tensor& part, const Tensor& loads, const Tensor& weights,
                     const Tensor& most, const Tensor& price, int64_t first, const Tensor& offsets,
                     const Tensor& adjacent) {
-  TORCH_CHECK_VALUE(price.is_contiguous() && price.scalar_type() == at::kDouble &&
-                        price.sizes() == most.sizes(),
-                    "join_parts_: expected 'price' float64, of the shape of 'most'");
+  CHECK_VALUE(price.is_contiguous() && price.scalar_type() == kDouble &&
+                  price.sizes() == most.sizes(),
+              "join_parts_: expected 'price' float64, of the shape of 'most'");
   on_run("join_parts_", {part, loads, weights, most, offsets, adjacent, first},
          [&](const auto& run, const Loads& all, auto* group, int64_t parts) {
            join_parts(run, all, group, parts, price.const_data_ptr<double>());
@@ -192,7 +190,7 @@ void join_parts_cpu(const Tensor& part, const Tensor& loads, const Tensor& weigh
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
       "join_clusters_(Tensor(a!) label, Tensor(b!) loads, Tensor weights, Tensor most, int first, "
       "Tensor offsets, Tensor adjacent) -> ()");
@@ -201,9 +199,9 @@ TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
       "int first, Tensor offsets, Tensor adjacent) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
-  m.impl("join_clusters_", &join_clusters_cpu);
-  m.impl("join_parts_", &join_parts_cpu);
+STABLE_TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("join_clusters_", TORCH_BOX(&join_clusters_cpu));
+  m.impl("join_parts_", TORCH_BOX(&join_parts_cpu));
 }
 
 }  // namespace pyg_sar

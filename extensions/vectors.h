@@ -2,7 +2,7 @@
 // (one of 64 bytes is a register of AVX-512, two of AVX2, four of SSE or of ARM's NEON).
 #pragma once
 
-#include <c10/util/BFloat16.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <cstdint>
 #include <cstring>
@@ -13,9 +13,11 @@
 
 namespace pyg_sar {
 
+using torch::headeronly::BFloat16;
+
 // What values of a row are added up in.
 template <class Row>
-using Wide = std::conditional_t<std::is_same_v<Row, c10::BFloat16>, float, Row>;
+using Wide = std::conditional_t<std::is_same_v<Row, BFloat16>, float, Row>;
 
 template <class T, int kLanes>
 struct VectorOf {
@@ -48,7 +50,7 @@ PYG_SAR_INLINE void load(Vector<Acc, kLanes>& to, const Acc* from) {
 }
 
 template <int kLanes>
-PYG_SAR_INLINE void load(Vector<float, kLanes>& to, const c10::BFloat16* from) {
+PYG_SAR_INLINE void load(Vector<float, kLanes>& to, const BFloat16* from) {
   Vector<uint16_t, kLanes> half;
   std::memcpy(&half, from, sizeof(half));
   // bfloat16 is the upper half of a float32.

@@ -73,8 +73,12 @@ def sorted_edges(
     source, target = edge_index[0], edge_index[1]
     kernel = use_kernel(native, edge_index.device.type == "cpu")
     if ops.built and kernel:
-        by_source = torch.ops.pyg_sar.sort_edges(source, num_sources, None)[0]
-        edges, offsets = torch.ops.pyg_sar.sort_edges(target, num_targets, by_source)
+        if torch.jit.is_scripting():
+            by_source = torch.ops.pyg_sar.sort_edges(source, num_sources, None)[0]
+            edges, offsets = torch.ops.pyg_sar.sort_edges(target, num_targets, by_source)
+        else:  # A script knows errors as RuntimeError alone.
+            by_source = ops.run(torch.ops.pyg_sar.sort_edges, source, num_sources, None)[0]
+            edges, offsets = ops.run(torch.ops.pyg_sar.sort_edges, target, num_targets, by_source)
     else:
         by_source = fallback.sort_edges(source, num_sources, None)[0]
         edges, offsets = fallback.sort_edges(target, num_targets, by_source)
@@ -134,7 +138,10 @@ def gather_sum(
     kernel = use_kernel(native, ops.takes(rows))
     if ops.built and kernel:
         wide = None if weight is None else weight.to(wide_dtype(rows.dtype))
-        return torch.ops.pyg_sar.gather_sum(rows, source, offsets, None, wide, None, count)
+        given = (rows, source, offsets, None, wide, None, count)
+        if torch.jit.is_scripting():
+            return torch.ops.pyg_sar.gather_sum(*given)
+        return ops.run(torch.ops.pyg_sar.gather_sum, *given)
     return fallback.gather_sum(rows, source, offsets, weight, count)
 
 
@@ -238,7 +245,7 @@ def attention(
     kernel = use_kernel(native, fits)
     if ops.built and kernel:
         words = None if drop_key is None else drop_key.to(torch.int32)
-        out, _, _ = torch.ops.pyg_sar.attention(
+        given = (
             number,
             rows,
             wide_key,
@@ -258,7 +265,9 @@ def attention(
             p,
             count,
         )
-        return out.to(value.dtype)
+        if torch.jit.is_scripting():
+            return torch.ops.pyg_sar.attention(*given)[0].to(value.dtype)
+        return ops.run(torch.ops.pyg_sar.attention, *given)[0].to(value.dtype)
     out = fallback.attention(
         number,
         rows,

@@ -46,7 +46,7 @@ READ_LATE = (
     "XDG_CACHE_HOME",
 )
 # A command, C++, and what needs a package that isn't everywhere.
-NOT_ONCE = ("__main__", "_kernels", "triton_attention", "triton_operators", "triton_sums")
+NOT_ONCE = ("__main__", "_kernels", "_pager", "triton_attention", "triton_operators", "triton_sums")
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:

@@ -82,9 +82,6 @@ class Homogeneous(torch.nn.Module):
         return self.two(x, edge_index) + self.skip(x)
 
 
-Homogeneous.forward.__annotations__.clear()  # Strings, of which torch.fx of 2.6 makes no types.
-
-
 class Transformer(torch.nn.Module):
     """Two HGT layers, between which features of each type are projected and normalised."""
 

@@ -43,7 +43,7 @@ from pyg_sar.comm.hosting import host_parts
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
-from pyg_sar.store.part_store import CAN_SAVE_BITS, PartStore
+from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import Report, hosting_lines
 
@@ -418,7 +418,7 @@ def test_relu_and_dropout_save_bits(small, tmp_path, monkeypatch):
     bits = host_parts(saved, (small,), Hosting(*given), outer)
     whole = host_parts(saved, (small,), Hosting(*given, saved="whole"), outer)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(bits, whole, strict=True))
-    assert max(size for _, size in bits) == (2 * 2 * 4000 * 64 * 8 if CAN_SAVE_BITS else 0)
+    assert max(size for _, size in bits) == 2 * 2 * 4000 * 64 * 8
     assert max(size for _, size in whole) == 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -681,9 +683,7 @@ def test_a_library_that_cannot_be_loaded_is_told(
 def test_a_processor_without_a_version_is_told(
     without_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    answers = SimpleNamespace(
-        built_with=lambda: torch.__version__.partition("+")[0], runs_here=lambda: False
-    )
+    answers = SimpleNamespace(runs_here=lambda: False)
     here = SimpleNamespace(load_library=lambda path: None, pyg_sar=answers)
     monkeypatch.setattr(ops, "_LIBRARY", str(tmp_path))
     monkeypatch.setattr(ops.torch, "ops", here)
@@ -711,6 +711,39 @@ def test_a_build_without_compiler_says_so(
     ops.why_missing.cache_clear()
     why = "they were not built when it was installed (there is no C++ compiler 'no-such-compiler')"
     assert ops.why_missing() == why
+
+
+def test_the_library_needs_the_stable_abi_alone(kernels: None):
+    """So that one build runs in PyTorch 2.10 and all later ones, and in any Python."""
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm, of binutils")
+    library = Path(ops.__file__).parent.parent / ops._LIBRARY
+    names = subprocess.run(
+        ["nm", "--dynamic", "--demangle", "--undefined-only", str(library)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split("\n")
+    names = [line.strip().partition(" ")[2] for line in names if line.strip()]
+    assert {"aoti_torch_library_def", "torch_library_impl", "torch_parallel_for"} <= {*names}
+    assert not [name for name in names if re.search(r"\b(at|c10|torch|pybind11)::|^_?Py", name)]
+
+
+def test_a_wheel_is_for_any_python(tmp_path: Path):
+    """Of one kind of processor; built here without the libraries, which take long to compile."""
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "build")]
+    build += ["bdist_wheel", "--bdist-dir", str(tmp_path / "wheel"), "--dist-dir", str(tmp_path)]
+    subprocess.run(
+        build,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "CXX": "no-such-compiler", "PYG_SAR_KERNELS": ""},
+        capture_output=True,
+        check=True,
+        timeout=200,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"pyg_sar-[^-]+-py3-none-(?!any)\w+\.whl", wheel.name)
 
 
 def test_the_switch_is_checked():

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from pyg_sar.errors import StoreError
-from pyg_sar.kernels import ops
 from pyg_sar.store import Pager
+from pyg_sar.store import pager as pager_library
 
 pytestmark = [
-    pytest.mark.skipif(not ops.built, reason="no C++ kernels"),
+    pytest.mark.skipif(pager_library.why_missing() is not None, reason="no pager"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pager is for Linux"),
 ]
 
@@ -573,9 +573,26 @@ def test_one_pager_at_a_time_and_arguments_are_checked(tmp_path):
             Pager(*arguments)
 
 
-def test_without_kernels_there_is_no_pager(monkeypatch):
-    monkeypatch.setattr(ops, "why_missing", lambda: "they were not built")
-    with pytest.raises(StoreError, match="without the C\\+\\+ kernels: they were not built"):
+@pytest.fixture
+def anew():
+    """Lets the library be looked for again, and after the test."""
+    pager_library.why_missing.cache_clear()
+    yield
+    pager_library.why_missing.cache_clear()
+
+
+def test_without_its_library_there_is_no_pager(anew, monkeypatch):
+    monkeypatch.setattr(pager_library, "_LIBRARY", "_not_built.so")
+    with pytest.raises(StoreError, match="without pyg_sar's C\\+\\+ pager: it was not built"):
+        Pager(1, None, None)
+
+
+def test_a_library_of_another_pytorch_is_refused_by_name(anew, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    version = (
+        "it was built with PyTorch .*, and this is 2.99.0\\+cpu. Install it beside this PyTorch"
+    )
+    with pytest.raises(StoreError, match=version):
         Pager(1, None, None)
 
 

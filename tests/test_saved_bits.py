@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pyg_sar.store.part_store import (
     BITS_CHUNK,
-    CAN_SAVE_BITS,
     LEAST_BITS,
     SavedBits,
     _Saved,
@@ -59,10 +58,6 @@ def test_gradients_are_the_same(name, dtype):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-can_save_bits = pytest.mark.skipif(not CAN_SAVE_BITS, reason="this PyTorch saves whole tensors")
-
-
-@can_save_bits
 def test_what_is_kept():
     """Both tensors; more than one chunk, whose last one is no whole number of bytes."""
     size = BITS_CHUNK + LEAST_BITS + 3
@@ -118,7 +113,6 @@ def test_second_derivatives():
     assert torch.equal(run(nullcontext()), run(SavedBits()))
 
 
-@can_save_bits
 def test_values_that_change_are_refused():
     """Like PyTorch's own; bits don't change."""
     x = torch.randn(LEAST_BITS, requires_grad=True)

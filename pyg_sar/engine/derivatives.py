@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import note_place, refuse_second_derivative
-from pyg_sar.reduction.parameters import hooks_are_forgotten
 
 
 class Derivatives(Protocol):
@@ -50,7 +49,7 @@ def recorded(backward: Callable[..., Any], run: Any, gradients: Sequence[Tensor]
         NotImplementedError: The kernel's gradients have no derivatives.
     """
     kernel = run.kernel
-    if kernel.derivatives is None or hooks_are_forgotten():
+    if kernel.derivatives is None:
         refuse_second_derivative(kernel.title, kernel.second_derivative)
     kernel.derivatives.check(kernel)
     saved = run.saved_tensors  # Once: what torch.utils.checkpoint packs is unpacked once.

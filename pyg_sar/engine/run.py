@@ -22,7 +22,6 @@ from pyg_sar.engine.schedule import Schedule, Stage
 from pyg_sar.errors import note_place
 from pyg_sar.exchange.rows import Travel, UnitRows, Use
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.reduction.parameters import hooks_are_forgotten, not_themselves
 from pyg_sar.space.shard import Block
 
 
@@ -205,7 +204,7 @@ class _Run(torch.autograd.Function):
         go(kernel, done, kernel.schedule.forward)
         out = done.finish()
         saved = kernel.saved(tensors, done)
-        ctx.save_for_backward(*(not_themselves(saved) if hooks_are_forgotten() else saved))
+        ctx.save_for_backward(*saved)
         ctx.kernel, ctx.out = kernel, None
         if kernel.reads_output:
             ctx.out = out[0].detach()

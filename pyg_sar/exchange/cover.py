@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_sar.kernels.ops import sort_edges, use_kernel
+from pyg_sar.kernels.ops import run, sort_edges, use_kernel
 
 _Ints = NDArray[np.int64]
 Costs = tuple[int, int]
@@ -160,7 +160,7 @@ def _solver(
     if use_kernel(native, max(num_sources, num_targets) < 2**31):
         order, starts = sort_edges(source, num_sources)
         given = starts.long(), target.index_select(0, order).int(), num_targets
-        return lambda *costs: Cover(*torch.ops.pyg_sar.minimum_cover(*given, *costs))
+        return lambda *costs: Cover(*run(torch.ops.pyg_sar.minimum_cover, *given, *costs))
     from scipy.sparse import csr_array  # type: ignore[import-untyped]  # seconds to import
 
     j, i = source.numpy().astype(np.int64), target.numpy().astype(np.int64)

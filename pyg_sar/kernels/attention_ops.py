@@ -48,7 +48,14 @@ from pyg_sar.kernels.attention_terms import (
     Segments,
     wide_dtype,
 )
-from pyg_sar.kernels.ops import check_not_recorded, edge_dot, gather_sum_, takes, use_kernel
+from pyg_sar.kernels.ops import (
+    check_not_recorded,
+    edge_dot,
+    gather_sum_,
+    named,
+    takes,
+    use_kernel,
+)
 from pyg_sar.kernels.scores import NUMBERS
 
 _ROWS = 2**31 - 1  # what the kernels' row numbers reach
@@ -106,7 +113,10 @@ def attention_(
     elif use_kernel(native, takes_attention(attention, state.acc.size(0))):
         run = torch.ops.pyg_sar.attention_
     given = _detached(attention, segments, widen=on_device is None)
-    run(state.acc, state.maximum, state.normaliser, *given)
+    try:
+        run(state.acc, state.maximum, state.normaliser, *given)
+    except RuntimeError as error:
+        raise named(error) from None
     return state
 
 
@@ -235,14 +245,18 @@ def _backward(
     given = *known, *_detached(attention, segments)
     if not kernel:
         run = fallback.attention_backward_
-        run(*own, *by_edge, *given, transposed)
+        given = *own, *by_edge, *given, transposed
     elif transposed:
         by_source = gradients.value, gradients.key, gradients.query, *by_edge
         run = torch.ops.pyg_sar.attention_backward_sources_
-        run(*by_source, *given, attention.places)
+        given = *by_source, *given, attention.places
     else:
         run = torch.ops.pyg_sar.attention_backward_targets_
-        run(gradients.query, gradients.att, *by_edge, *given)
+        given = gradients.query, gradients.att, *by_edge, *given
+    try:
+        run(*given)
+    except RuntimeError as error:
+        raise named(error) from None
 
 
 def _in_place(

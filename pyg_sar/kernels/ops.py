@@ -14,32 +14,60 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
 
 from pyg_sar.kernels import KernelWarning, fallback, on_gpu
+from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.kernels.scores import declared
 
 _LIBRARY = "_kernels.so"
 _REASON = "_no_kernels.txt"  # What setup.py says of a build that failed.
 
 
+def not_built(library: str, reason: str) -> str | None:
+    """Returns that a library of the package was not built, and why; ``None`` where it is there."""
+    folder = Path(__file__).parent.parent
+    if (folder / library).exists():
+        return None
+    said = folder / reason
+    why = f" ({said.read_text().strip()})" if said.exists() else ""
+    return f"not built when it was installed{why}"
+
+
 @cache
 def why_missing() -> str | None:
     """Loads the kernels on first use; returns why there are none, or ``None`` where there are."""
+    if (reason := not_built(_LIBRARY, _REASON)) is not None:
+        return f"they were {reason}"
     path = Path(__file__).parent.parent / _LIBRARY
-    if not path.exists():
-        reason = path.parent / _REASON
-        why = f" ({reason.read_text().strip()})" if reason.exists() else ""
-        return f"they were not built when it was installed{why}"
     try:
         torch.ops.load_library(str(path))
-        built_with = str(torch.ops.pyg_sar.built_with())
         runs_here = bool(torch.ops.pyg_sar.runs_here())
     except (AttributeError, OSError, RuntimeError) as error:
         return f"{path} can't be loaded: {error}"
-    if built_with != torch.__version__.partition("+")[0]:
-        return f"they were built with PyTorch {built_with}, and this is {torch.__version__}"
     if not runs_here:
         return "this x86-64 processor has no AVX2 and FMA"
+    _register()
     return None
+
+
+def run(operator: Any, *given: Any) -> Any:
+    """Calls an operator, and raises its errors as what they are."""
+    try:
+        return operator(*given)
+    except RuntimeError as error:
+        raise named(error) from None
+
+
+def named(error: RuntimeError) -> Exception:
+    """Returns an operator's error as what it is.
+
+    PyTorch's stable ABI has ``RuntimeError`` alone: another kind is what the message begins with
+    (``Error`` in ``extensions/tensors.h``).
+    """
+    kind, _, text = str(error).partition(": ")
+    kinds = {"ValueError": ValueError, "TypeError": TypeError, "IndexError": IndexError}
+    return kinds[kind](text) if kind in kinds else error
 
 
 def __getattr__(name: str) -> Any:
@@ -143,7 +171,7 @@ def sort_edges(
     if order is not None:
         order = order.to(narrow)
     if use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
-        found: tuple[Tensor, Tensor] = torch.ops.pyg_sar.sort_edges(key, num_keys, order)
+        found: tuple[Tensor, Tensor] = run(torch.ops.pyg_sar.sort_edges, key, num_keys, order)
         return found
     if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
         raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
@@ -182,14 +210,12 @@ def transpose(
         IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing.
     """
+    given = (source, offsets, targets, None, num_rows, num_targets, numbered)
     if use_kernel(native, source.device.type == "cpu"):
-        rows, first, numbers = torch.ops.pyg_sar.transpose(
-            source, offsets, targets, None, num_rows, num_targets, numbered
-        )
+        rows, first, numbers = run(torch.ops.pyg_sar.transpose, *given)
         return rows, first, numbers if numbered else None
     if source.numel() and not (0 <= int(source.min()) and int(source.max()) < num_rows):
         raise IndexError(f"transpose: expected rows in [0, {num_rows})")
-    given = (source, offsets, targets, None, num_rows, num_targets, numbered)
     rows, first, numbers = fallback.transpose(*given)
     return rows, first, numbers if numbered else None
 
@@ -241,7 +267,11 @@ def gather_sum_(
     """
     if torch.is_grad_enabled():
         check_not_recorded("gather_sum_", out, rows)
-    _operator("gather_sum_", out, native)(out, rows, source, offsets, targets, weight, edges)
+    add = _operator("gather_sum_", out, native)
+    try:  # run(), which is a call more
+        add(out, rows, source, offsets, targets, weight, edges)
+    except RuntimeError as error:
+        raise named(error) from None
     return out
 
 
@@ -277,8 +307,11 @@ def edge_dot(
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
     check_not_recorded("edge_dot", rows, gradient)
-    run = _operator("edge_dot", rows, native)
-    found: Tensor = run(rows, gradient, source, offsets, targets, edges)
+    multiply = _operator("edge_dot", rows, native)
+    try:
+        found: Tensor = multiply(rows, gradient, source, offsets, targets, edges)
+    except RuntimeError as error:
+        raise named(error) from None
     return found
 
 
@@ -312,8 +345,8 @@ def extremum_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    run = _operator("extremum_", best, None if on_gpu.takes(best) else True)
-    run(best, ties, rows, source, offsets, targets, largest)
+    merge = _operator("extremum_", best, None if on_gpu.takes(best) else True)
+    run(merge, best, ties, rows, source, offsets, targets, largest)
 
 
 def extremum_backward_(
@@ -346,6 +379,183 @@ def extremum_backward_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    run = _operator("extremum_backward_", total, None if on_gpu.takes(total) else True)
-    found: Tensor = run(total, rows, gradient, best, source, offsets, targets)
+    add = _operator("extremum_backward_", total, None if on_gpu.takes(total) else True)
+    found: Tensor = run(add, total, rows, gradient, best, source, offsets, targets)
     return found
+
+
+# Shapes #######################################################################
+#
+# PyTorch's stable ABI has no symbolic sizes and no autograd: what code that is traced and recorded
+# needs of the operators is registered from here when the library is loaded. Arguments are checked
+# when a kernel runs.
+
+
+def _nothing(*arguments: Any) -> None:
+    """Of operators that add in place."""
+
+
+def _sort_edges(key: Tensor, num_keys: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    dtype = torch.int32 if key.numel() < 2**31 else torch.int64
+    return key.new_empty(key.numel(), dtype=dtype), key.new_empty(num_keys + 1, dtype=dtype)
+
+
+def _transpose(
+    source: Tensor,
+    offsets: Tensor,
+    targets: Any,
+    edges: Any,
+    num_rows: int,
+    num_targets: int,
+    numbered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = source.numel()
+    numbers = source.new_empty(count if numbered else 0)
+    return source.new_empty(count), source.new_empty(num_rows + 1), numbers
+
+
+def _edge_dot(rows: Tensor, gradient: Tensor, source: Tensor, *others: Any) -> Tensor:
+    return rows.new_empty(source.shape, dtype=wide_dtype(rows.dtype))
+
+
+def _gather_sum(rows: Tensor, *others: Any) -> Tensor:
+    return rows.new_empty(others[-1], rows.size(1))
+
+
+def _extremum_backward(total: Tensor, *others: Any) -> Tensor:
+    return total.new_empty((), dtype=torch.int64)
+
+
+def _attention(kind: int, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = others[-1], value.size(1)
+    return value.new_empty(*shape, value.size(2)), value.new_empty(shape), value.new_empty(shape)
+
+
+def _philox_rows(ids: Tensor, width: int, low: int, high: int) -> Tensor:
+    return ids.new_empty(ids.size(0), width)
+
+
+def _columns(x: Tensor) -> Tensor:
+    return x.new_empty(2, x.size(1), dtype=torch.float64)
+
+
+def _column_products(gradient: Tensor, x: Tensor, shift: Tensor) -> Tensor:
+    return _columns(x)
+
+
+def _scale_rows(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_SHAPES: dict[str, Any] = {
+    "gather_sum_": _nothing,
+    "extremum_": _nothing,
+    "attention_": _nothing,
+    "attention_backward_sources_": _nothing,
+    "attention_backward_targets_": _nothing,
+    "sort_edges": _sort_edges,
+    "transpose": _transpose,
+    "edge_dot": _edge_dot,
+    "gather_sum": _gather_sum,
+    "extremum_backward_": _extremum_backward,
+    "attention": _attention,
+    "philox_rows": _philox_rows,
+    "column_moments": _columns,
+    "column_products": _column_products,
+    "scale_rows": _scale_rows,
+}
+
+
+# Gradients ####################################################################
+#
+# Made of the operators that add in place, so that they are traced and functionalized as these are.
+# What a shard at a time needs (pyg_sar/engine/fused_attention.py) is not a function of its inputs
+# alone, and calls the operators in place itself.
+
+
+def _check_once(name: str) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"pyg_sar::{name} has no second derivatives: call it without create_graph=True"
+        )
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, source, offsets, targets, weight, edges, _ = inputs
+    ctx.num_rows = rows.size(0)
+    kept = rows if ctx.needs_input_grad[4] else None
+    ctx.save_for_backward(kept, source, offsets, targets, weight, edges)
+
+
+def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    _check_once("gather_sum")
+    kernels = torch.ops.pyg_sar
+    rows, source, offsets, targets, weight, edges = ctx.saved_tensors
+    of_rows = of_weight = None
+    if ctx.needs_input_grad[0]:
+        numbered = weight is not None
+        given = source, offsets, targets, edges, ctx.num_rows, gradient.size(0), numbered
+        source_rows, first, numbers = kernels.transpose(*given)
+        of_rows = gradient.new_zeros(ctx.num_rows, gradient.size(1))
+        places = source_rows, first, None, weight, numbers if numbered else None
+        kernels.gather_sum_(of_rows, gradient, *places)
+    if ctx.needs_input_grad[4]:
+        of_weight = kernels.edge_dot(rows, gradient, source, offsets, targets, edges)
+    return of_rows, None, None, None, of_weight, None, None
+
+
+_WANTED = {1: "value", 2: "key", 3: "query", 4: "att", 5: "edge_attr", 6: "edge_weight"}
+"""Inputs of ``attention`` that have a gradient."""
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors = [*inputs[1:7], *inputs[9:14]]
+    ctx.numbers = inputs[0], *inputs[7:9], *inputs[14:17]
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _attention_backward(ctx: Any, grad_out: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    _check_once("attention")
+    kernels = torch.ops.pyg_sar
+    kind, slope, scale, low, high, p = ctx.numbers
+    saved = ctx.saved_tensors  # Once: what torch.utils.checkpoint packs is unpacked once.
+    floats, (source, offsets, targets, edges, drop_key) = saved[:6], saved[6:11]
+    out, *state = saved[11:]
+    found = {
+        name: torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        for (place, name), tensor in zip(_WANTED.items(), floats, strict=True)
+        if ctx.needs_input_grad[place]
+    }
+    grad_out = grad_out.contiguous()
+    known = grad_out, *state, (grad_out * out).sum(-1)
+    scores = kind, *floats, slope, scale
+    words = drop_key, low, high, p
+    names = "query", "edge_attr", "edge_weight"
+    by_source = declared()[kind].by_source
+    sources = ["value", "key", *(names if by_source else ())]
+    if any(name in found for name in sources):
+        numbered = floats[4] is not None or drop_key is not None
+        given = source, offsets, targets, edges, floats[0].size(0), grad_out.size(0), numbered
+        rows, first, numbers = kernels.transpose(*given)
+        written = [found.get(n) if n in sources else None for n in ("value", "key", *names)]
+        transposed = rows, first, None, numbers if numbered else None
+        kernels.attention_backward_sources_(*written, *known, *scores, *transposed, *words)
+    by_target = [found.get(name) for name in ("query", "att", "edge_attr", "edge_weight")]
+    if not by_source and any(tensor is not None for tensor in by_target):
+        kernels.attention_backward_targets_(
+            *by_target, *known, *scores, source, offsets, targets, edges, *words
+        )
+    return tuple(found.get(_WANTED.get(place, "")) for place in range(18))
+
+
+@cache
+def _register() -> Library:
+    """Registers shapes and gradients with the operators of the library, which is loaded."""
+    library = Library("pyg_sar", "FRAGMENT")
+    for name, shape in _SHAPES.items():
+        register_fake(f"pyg_sar::{name}", shape, lib=library)
+    sums, attention = "pyg_sar::gather_sum", "pyg_sar::attention"
+    register_autograd(sums, _sum_backward, setup_context=_keep_sum, lib=library)
+    register_autograd(attention, _attention_backward, setup_context=_keep_attention, lib=library)
+    return library

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -381,18 +380,13 @@ def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     Whatever talks to other workers is one: how often depends on the graph's parts, not on shapes.
     """
     why = "pyg_sar talks to other workers here, between two compiled graphs"
-    disable: Callable[..., Any] = torch.compiler.disable
-    if "reason" in inspect.signature(disable).parameters:  # Since PyTorch 2.7.
-        disable = partial(disable, reason=why)
-    found: Callable[..., Any] = disable(function)
+    found: Callable[..., Any] = torch.compiler.disable(function, reason=why)
     return found
 
 
 def keep_out_of_graphs() -> None:
     """Tells ``torch.compile`` to hand distributed indices on, and not to take them apart."""
-    known = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", None)
-    if known is not None:  # PyTorch before 2.7 takes them apart, and fails by name.
-        known.update({DistEdgeIndex, DistIndex})
+    torch._dynamo.config.nontraceable_tensor_subclasses.update({DistEdgeIndex, DistIndex})
 
 
 # Which layers #################################################################

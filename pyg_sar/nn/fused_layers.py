@@ -49,7 +49,6 @@ from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.layer_facts import is_plain_module, pristine
 from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
-from pyg_sar.reduction.parameters import hooks_are_forgotten
 from pyg_sar.space.index_space import DistEdgeIndex
 
 
@@ -343,9 +342,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         terms, weights = given[:count], given[count:]
-        ctx.save_for_backward(
-            value, *(map(torch.detach, weights) if hooks_are_forgotten() else weights)
-        )
+        ctx.save_for_backward(value, *weights)
         ctx.set_materialize_grads(False)
         return (value.view_as(value), *(term.view_as(term) for term in terms))
 

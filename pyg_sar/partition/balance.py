@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_sar.kernels.ops import sort_edges, use_kernel
+from pyg_sar.kernels.ops import run, sort_edges, use_kernel
 from pyg_sar.wording import counted
 
 _Ints = NDArray[np.int64]
@@ -344,7 +344,7 @@ def save_halo_rows_(
     """
     given = part, loads, weights, most, first_out, target, first_in, source
     if use_kernel(native, True):
-        return int(torch.ops.pyg_sar.save_halo_rows_(*given))
+        return int(run(torch.ops.pyg_sar.save_halo_rows_, *given))
     where, held, parts = part.tolist(), Loads(loads, most), range(len(loads))
     out, into = (
         [t.tolist() for t in x.split(f.diff().tolist())] for f, x in (given[4:6], given[6:])

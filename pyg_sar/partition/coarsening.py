@@ -42,7 +42,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels.ops import sort_edges, use_kernel
+from pyg_sar.kernels.ops import run, sort_edges, use_kernel
 from pyg_sar.partition.balance import (
     METIS_EDGE,
     METIS_NODE,
@@ -285,7 +285,7 @@ def join_clusters_(
     """
     given = label, loads, weights, most, first, offsets, adjacent
     if use_kernel(native, True):
-        torch.ops.pyg_sar.join_clusters_(*given)
+        run(torch.ops.pyg_sar.join_clusters_, *given)
         return
     where, held = memoryview(label.numpy()), Loads(loads, most)  # type: ignore[arg-type]
     waiting: dict[int, int] = {}
@@ -337,7 +337,7 @@ def join_parts_(
     """
     given = part, loads, weights, most, price, first, offsets, adjacent
     if use_kernel(native, True):
-        torch.ops.pyg_sar.join_parts_(*given)
+        run(torch.ops.pyg_sar.join_parts_, *given)
         return
     where, held = memoryview(part.numpy()), Loads(loads, most)  # type: ignore[arg-type]
     prices = price.tolist()

@@ -39,7 +39,6 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.ledger import Label
-from pyg_sar.reduction.parameters import hooks_are_forgotten
 from pyg_sar.wording import counted
 
 OVER_ROWS: tuple[type, ...] = (
@@ -367,8 +366,6 @@ def normalise(
     Returns:
         y, of the dtype of ``x``, and the moments, without a gradient.
     """
-    if hooks_are_forgotten():
-        weight, bias = (None if t is None else t.view_as(t) for t in (weight, bias))
     out, *found = _Normalise.apply(x, weight, bias, eps, current())
     return out, Moments(*found)
 

@@ -17,9 +17,9 @@ import hashlib
 import inspect
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -326,41 +326,6 @@ def check_settings(
 _WRAPPERS = frozenset(
     {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 )
-
-
-class _Saves(torch.autograd.Function):
-    """A function that saves a parameter, as those do that users write."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        ctx.save_for_backward(value)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (value,) = ctx.saved_tensors
-        return gradient * value
-
-
-@cache
-def hooks_are_forgotten() -> bool:
-    """Says if this PyTorch forgets a parameter's hooks where a function saves it.
-
-    2.6 does, where others pack what is saved (``torch.utils.checkpoint``).
-    """
-    called: list[Tensor] = []
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.ones(1, requires_grad=True)
-        leaf.register_hook(called.append)
-        with torch.autograd.graph.saved_tensors_hooks(torch.detach, torch.detach):
-            out = _Saves.apply(leaf)
-        out.backward()
-    return not called
-
-
-def not_themselves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns tensors to save where parameters themselves would lose their hooks."""
-    return [tensor.detach() if tensor.is_leaf else tensor for tensor in tensors]
 
 
 def wrapper_of(model: torch.nn.Module) -> str | None:

@@ -109,17 +109,12 @@ class ReplicaGradients:
     def _added(self, name: str, parameter: Tensor) -> None:
         """Notes that ``.grad`` has the gradient."""
         hooks: Any = parameter._post_accumulate_grad_hooks
-        before, added = self._passes.get(torch._C._current_graph_task_id(), ({}, set()))
+        _, added = self._passes.get(torch._C._current_graph_task_id(), ({}, set()))
         if len(hooks) > 1:
             raise ValueError(
                 f"'{name}' has a hook by register_post_accumulate_grad_hook() at {self._here()}, "
                 "which would see its gradient before it is averaged over the replicas: read "
                 "'.grad', or let the optimizer step, after backward()"
-            )
-        if id(parameter) not in before and id(parameter) not in added:
-            raise ValueError(
-                f"This PyTorch ({torch.__version__}) did not call the hook of '{name}' at "
-                f"{self._here()}, where a function saves it: use 2.7 or newer with replicas"
             )
         added.add(id(parameter))
 

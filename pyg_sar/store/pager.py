@@ -51,6 +51,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -58,6 +60,9 @@ from torch import Tensor
 
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
+
+_LIBRARY = "_pager.so"
+_REASON = "_no_pager.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,26 @@ class PagerCounters:
     waited_ns: int
 
 
+@cache
+def why_missing() -> str | None:
+    """Loads the pager's library on first use; returns why there is none, or ``None``.
+
+    Unlike the kernels it is of one version of PyTorch, whose allocator it replaces.
+    """
+    if (reason := ops.not_built(_LIBRARY, _REASON)) is not None:
+        return f"it was {reason}"
+    path = Path(__file__).parent.parent / _LIBRARY
+    try:
+        torch.ops.load_library(str(path))
+        built_with = str(torch.ops.pyg_sar.pager_built_with())
+    except (AttributeError, OSError, RuntimeError) as error:
+        why = f"{path} can't be loaded: {error}"
+        return f"{why}. It needs the PyTorch it was built with, and this is {torch.__version__}"
+    if built_with != torch.__version__.partition("+")[0]:
+        return f"it was built with PyTorch {built_with}, and this is {torch.__version__}"
+    return None
+
+
 class Pager:
     """The process's pager; a context manager that closes it.
 
@@ -108,8 +133,8 @@ class Pager:
         io_threads: Threads that read and write ahead, 1 to 8.
 
     Raises:
-        StoreError: There is a pager already, the system is not Linux, there are no C++ kernels, or
-            no file can be made.
+        StoreError: There is a pager already, the system is not Linux, the library is missing or of
+            another PyTorch, or no file can be made.
     """
 
     def __init__(
@@ -127,8 +152,12 @@ class Pager:
             raise ValueError(f"expected 1 to 8 I/O threads (got io_threads={io_threads})")
         if not sys.platform.startswith("linux"):
             raise StoreError(f"tensors can be moved out on Linux only (this is {sys.platform})")
-        if (reason := ops.why_missing()) is not None:
-            raise StoreError(f"tensors can't be moved out without the C++ kernels: {reason}")
+        if (reason := why_missing()) is not None:
+            raise StoreError(
+                f"tensors can't be moved out without pyg_sar's C++ pager: {reason}. Install it "
+                "beside this PyTorch, with a C++ compiler at hand, by `pip install "
+                "--no-build-isolation`"
+            )
         self.arenas = arenas
         self._budget = budget
         self._process = os.getpid()

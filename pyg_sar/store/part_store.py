@@ -292,17 +292,12 @@ BITS_CHUNK = 1 << 19
 RELU = {torch.relu, torch.relu_, F.relu, Tensor.relu, Tensor.relu_}
 DROPOUT = {torch.dropout, torch.dropout_, F.dropout}
 
-_HOOKS_AROUND = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-CAN_SAVE_BITS = _HOOKS_AROUND is not None
-"""True where PyTorch says what else watches saved tensors (2.6 doesn't)."""
-
 
 class SavedBits(TorchFunctionMode):
     """Has ReLU and dropout of CPU tensors save bits, on the thread that enters it.
 
     See [Note: bits]. Not in :func:`torch.utils.checkpoint.checkpoint` and other blocks that say
-    themselves what is saved, and not while PyTorch compiles. Where PyTorch doesn't tell such blocks
-    (:data:`CAN_SAVE_BITS`), whole tensors are saved.
+    themselves what is saved, and not while PyTorch compiles.
 
     Attributes:
         kept: Bytes of what was turned into bits since the start.
@@ -354,8 +349,7 @@ def _can_save(x: Any) -> bool:
         and x.is_floating_point()
         and _rows_of(x).numel() >= LEAST_BITS
         and not torch.compiler.is_compiling()
-        and _HOOKS_AROUND is not None
-        and _HOOKS_AROUND(False) is None
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     )
 
 
