@@ -136,8 +136,6 @@ class _Parts:
             return None
         if kind in PLAIN:
             return _taken(self._reserve(PLAIN[kind]))
-        if has_foreign_module(module):
-            return None  # It may map a message as others in its tile are.
         make = {
             aggr.VarAggregation: self._variance,
             aggr.StdAggregation: self._deviation,
@@ -149,7 +147,9 @@ class _Parts:
             aggr.MultiAggregation: self._several,
             aggr.DegreeScalerAggregation: self._scaled,
         }.get(kind)
-        return None if make is None else make(module)
+        if make is None or has_foreign_module(module):
+            return None  # It may map a message as others in its tile are.
+        return make(module)
 
     def _variance(self, module: Any) -> Finish:
         return _taken(self._reserve("semi_var" if module.semi_grad else "var"))

@@ -68,8 +68,8 @@ def home_of(function: Any) -> str:
     ``__module__`` would tell another one: ``functools.wraps`` copies it.
     """
     function = getattr(function, "__func__", function)
-    while isinstance(function, partial):
-        function = getattr(function.func, "__func__", function.func)
+    if isinstance(function, partial) and home_of(function.func) == "pyg_sar":
+        return "pyg_sar"
     names = getattr(function, "__globals__", None) or {}
     home = names.get("__name__") or getattr(function, "__module__", None)
     return str(home or type(function).__module__).partition(".")[0]

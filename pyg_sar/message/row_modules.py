@@ -78,7 +78,8 @@ def replaced_entry(layer: Any) -> str:
         definer = next(base for base in kind.__mro__ if name in vars(base))
         method = vars(definer)[name]
         by_pyg = f"{definer.__module__}_{definer.__name__}_{name}"
-        if own is not None and getattr(own, "__func__", own) not in compiled:
+        standing_in = own is None or home_of(own) == "pyg_sar"
+        if not standing_in and getattr(own, "__func__", own) not in compiled:
             return name
         if home_of(method) not in ("torch_geometric", "pyg_sar", "torch") and (
             method.__module__ != by_pyg

@@ -49,7 +49,8 @@ from pyg_sar.tensors.pointwise import by_element
 #: Beside those that torch itself tags as pointwise, and those that are so of node tensors.
 POINTWISE = frozenset({
     "_conj_physical", "bernoulli", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "ldexp",
-    "leaky_relu", "leaky_relu_", "native_dropout", "normal", "rrelu_with_noise", "selu_",
+    "leaky_relu", "leaky_relu_", "native_dropout", "normal", "rrelu_with_noise",
+    "scale_rows", "selu_",
 })  # fmt: skip
 
 #: The values themselves.

@@ -65,6 +65,8 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
 def refuse_entry(layer: Any, rank: int) -> None:
     """Refuses a user's method in the place of one by which a layer runs on several workers.
 
+    PyG's own is taken away: it puts that on a layer that is explained, and leaves it there.
+
     Raises:
         DistributedIndexError: Naming the layer and the method.
     """
@@ -75,6 +77,8 @@ def refuse_entry(layer: Any, rank: int) -> None:
             f"the user's (rank {rank}), which would see the rows of one worker: do that in "
             "message(), aggregate() or update(), or in the model's forward()"
         )
+    if home_of(vars(layer).get("propagate")) != "pyg_sar":
+        vars(layer).pop("propagate", None)
 
 
 def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

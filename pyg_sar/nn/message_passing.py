@@ -124,16 +124,6 @@ class DistMessagePassing(MessagePassing):
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         pass
 
-    @property
-    def explain(self) -> bool | None:
-        """Says if PyG explains the layer; see :class:`torch_geometric.nn.MessagePassing`."""
-        return MessagePassing.explain.fget(self)
-
-    @explain.setter
-    def explain(self, explain: bool | None) -> None:
-        MessagePassing.explain.fset(self, explain)
-        self.__dict__.pop("propagate", None)  # PyG puts its own on the layer, and leaves it there.
-
     # Entry points ############################################################
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

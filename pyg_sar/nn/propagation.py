@@ -310,7 +310,7 @@ def kept_normalisation(
     options = tuple(
         (name, value)
         for name, value in vars(layer).items()
-        if isinstance(value, bool | str) and name != "training"
+        if isinstance(value, bool | str) and name != "training" and name[0] != "_"
     )
     key = ("normalised", facts_of(layer).identity, options, x.dtype, id(weight), version)
     found = edge_index.recall_together(key)

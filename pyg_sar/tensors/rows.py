@@ -72,7 +72,7 @@ def note_plain(tensor: Tensor, comm: Communicator) -> None:
     if comm.world_size == 1 or tensor.requires_grad or tensor.layout != torch.strided:
         return
     version = version_of(tensor)
-    if version >= 0 and getattr(tensor, "_pyg_sar_noted", None) == version:
+    if version >= 0 and comm.noted.get(tensor) == version:
         return
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     words = whole.view(-1).view(torch.uint8)
@@ -81,7 +81,7 @@ def note_plain(tensor: Tensor, comm: Communicator) -> None:
         even = words[_COMPARED : words.numel() // 4 * 4].view(torch.int32)
         mark = zlib.crc32(repr(int(even.sum(dtype=torch.int64))).encode(), mark)
     comm.plain = mark
-    tensor._pyg_sar_noted = version  # type: ignore[attr-defined]
+    comm.noted[tensor] = version
 
 
 def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
