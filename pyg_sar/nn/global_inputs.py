@@ -77,8 +77,9 @@ def refuse_entry(layer: Any, rank: int) -> None:
             f"the user's (rank {rank}), which would see the rows of one worker: do that in "
             "message(), aggregate() or update(), or in the model's forward()"
         )
-    if home_of(vars(layer).get("propagate")) != "pyg_sar":
-        vars(layer).pop("propagate", None)
+    left = getattr(vars(layer).get("propagate"), "__func__", None)
+    if left is not None and left in (type(layer)._orig_propagate, type(layer)._jinja_propagate):
+        del vars(layer)["propagate"]
 
 
 def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
