@@ -148,7 +148,10 @@ def must_run(change: str) -> bool:
 def test_a_changed_layer_is_right_or_refused(start: Any, name: str, root: Path):
     make, _, _ = {**LAYERS, **WIDER}[name]
     cases = [
-        (name, change, when) for change in changes_of(build(make)) for when in ("before", "after")
+        (name, change, when)
+        for change in changes_of(build(make))
+        for when in ("before", "after")
+        if when == "after" or "," in change  # Other values before are those of another layer.
     ]
     expected = sweep(None, cases)
     assert sum(isinstance(value, dict) for value in expected) > len(cases) // 2
