@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Partitions, make_graph, workers
+from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn import GAT, GraphNorm
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
+from pyg_sar.tensors.rows import note_plain
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.run import RunConfig, say_kept, train_worker
 from pyg_sar.train.config import TrainConfig
@@ -97,6 +99,52 @@ def test_plain_tensors_that_differ(loss, tmp_path):
     model = GAT(data.x.size(1), 4, 2, 2).double()
     expected = loss(model, data, np.random.default_rng(3)).item()
     assert workers(trained_with, 2, root, loss, (3, 3)) == pytest.approx([expected] * 2, rel=1e-9)
+
+
+class Several:
+    """What notes of plain tensors need of a communicator."""
+
+    def __init__(self):
+        self.world_size, self.plain, self.noted = 2, 0, WeakIdKeyDictionary()
+
+
+def noted(*tensors):
+    comm = Several()
+    for tensor in tensors:
+        note_plain(tensor, comm)
+    return comm.plain
+
+
+def test_notes_of_plain_tensors():
+    """Values, their order and later writes tell; repeated ones, as of 2 TiB here, are read once."""
+    x = torch.arange(6.0).view(3, 2)
+    assert noted(x) == noted(x.clone()) == noted(x.t().contiguous().t()) != noted(x.flip(0))
+    assert noted(torch.ones(1).expand(2**37, 4)) == noted(torch.ones(1, 1)) != noted(x)
+    large = torch.zeros(2**21)
+    end = large.clone()
+    end[-1] = 1
+    assert noted(large) != noted(end)
+    comm = Several()
+    note_plain(x, comm)
+    once = comm.plain
+    note_plain(x, comm)
+    assert comm.plain == once
+    x.add_(1)
+    note_plain(x, comm)
+    assert comm.plain != once
+
+
+def notes_of_a_step(root):
+    """What a step notes whose plain tensors are gradients, which PyTorch makes."""
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 2).double())
+    out = model(data.x, data.edge_index)
+    (out.square().mean() + out.sum(1).relu().sum()).backward()
+    return pyg_sar.comm.current().plain
+
+
+def test_gradients_are_not_noted(tmp_path):
+    assert workers(notes_of_a_step, 2, Partitions(tmp_path)(make_graph(), 2)) == [0, 0]
 
 
 def stops_in_a_debugger():
