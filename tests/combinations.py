@@ -44,7 +44,6 @@ EVERY = {
     "test_dependence::test_what_is_fetched_and_computed_again": 2,
     "test_embedding::test_training_equals_one_process": 4,
     "test_exactness::test_five_steps_of_training": 3,
-    "test_exactness::test_part_without_nodes": 2,
     "test_exactness::test_world_sizes_and_partitioners": 4,
     "test_failures::test_operations_that_differ": 2,
     "test_fused_attention::test_layers_equal_pyg": 2,

@@ -161,6 +161,7 @@ class Job:
         edge: Names of the edge attributes that the layer takes; they get gradients.
         policies: How to run it, one after the other, on the same converted layer.
         constants: Edge attributes that it takes and that need no gradient.
+        title: What an error in it is told with.
     """
 
     layer: torch.nn.Module
@@ -168,6 +169,7 @@ class Job:
     edge: tuple[str, ...] = ()
     policies: Sequence[SARPolicy] = ALL_POLICIES
     constants: tuple[str, ...] = ()
+    title: str = ""
 
 
 def probe(ids: Tensor, like: Tensor) -> Tensor:
@@ -232,16 +234,22 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[Result]]:
     """A worker's part: every job, every policy."""
     found = []
     for job in jobs:
-        data = pyg_sar.load_partition(job.root)
-        layer = pyg_sar.distribute(copy.deepcopy(job.layer))
-        start = {name: value.clone() for name, value in layer.state_dict().items()}
-        results = []
-        for policy in job.policies:
-            layer.load_state_dict(start)
-            set_policy(layer, policy)
-            results.append(one_pass(layer, data, job.edge, job.constants))
-        found.append(results)
+        try:
+            found.append(list(run_job(job)))
+        except Exception as problem:
+            problem.add_note(f"In the job '{job.title}'")
+            raise
     return found
+
+
+def run_job(job: Job) -> Iterator[Result]:
+    data = pyg_sar.load_partition(job.root)
+    layer = pyg_sar.distribute(copy.deepcopy(job.layer))
+    start = {name: value.clone() for name, value in layer.state_dict().items()}
+    for policy in job.policies:
+        layer.load_state_dict(start)
+        set_policy(layer, policy)
+        yield one_pass(layer, data, job.edge, job.constants)
 
 
 # Comparing ###################################################################
@@ -320,13 +328,11 @@ class Sweep:
     world: int
     jobs: list[Job] = field(default_factory=list)
     expected: list[Result] = field(default_factory=list)
-    titles: list[str] = field(default_factory=list)
 
     def add(self, title: str, job: Job, data: Data) -> None:
         """Adds a job on a partition of ``data``, with some of its policies or ``--all``."""
         policies = some(job.policies, f"{title} {self.world}")
-        self.jobs.append(replace(job, policies=policies))
-        self.titles.append(title)
+        self.jobs.append(replace(job, policies=policies, title=title))
         self.expected.append(single_process(job.layer, data, job.edge, job.constants))
 
     def check(
@@ -352,13 +358,13 @@ class Sweep:
                 workers = host(*given, timeout=timeout)
             else:
                 workers = pyg_sar.launch(*given, backend=backend, timeout=timeout)
-        for k, (job, expected, title) in enumerate(
-            zip(self.jobs, self.expected, self.titles, strict=True)
-        ):
+        found = {}
+        for k, (job, expected) in enumerate(zip(self.jobs, self.expected, strict=True)):
             for step, policy in enumerate(job.policies):
                 results = [worker[k][step] for worker in workers]
-                where = f"{title}, {self.world} workers, {policy}"
-                assert_small(errors(results, expected), tolerance, where)
+                for name, value in errors(results, expected).items():
+                    found[f"job {k}, {job.title}, {policy}: {name}"] = value
+        assert_small(found, tolerance, f"{self.world} workers")
 
 
 @contextmanager

@@ -7,7 +7,8 @@ process within 1e-10 relative.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ import pyg_sar
 from pyg_sar import SARPolicy
 
 Make = Callable[[], torch.nn.Module]
+Layers = dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]]
 WEIGHT, ATTR = ("edge_weight",), ("edge_attr",)
 
 
@@ -50,7 +52,7 @@ def mlp(inputs: int, *extra: torch.nn.Module) -> Sequential:
 
 
 # name: (layer, edge attributes with a gradient, edge attributes without)
-LAYERS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
+LAYERS: Layers = {
     "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT), (), ()),
     "gcn, learned weights": (lambda: gnn.GCNConv(CHANNELS, OUT), WEIGHT, ()),
     "gcn, weights": (lambda: gnn.GCNConv(CHANNELS, OUT), (), WEIGHT),
@@ -194,7 +196,7 @@ def sage(aggr: Any, **kwargs: Any) -> Make:
 
 
 # What else PyG offers: several rounds of messages, other aggregations, edge attention.
-WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
+WIDER: Layers = {
     "agnn": (lambda: gnn.AGNNConv(), (), ()),
     "appnp": (lambda: gnn.APPNP(3, 0.1), WEIGHT, ()),
     "arma": (lambda: gnn.ARMAConv(CHANNELS, OUT, num_stacks=2, num_layers=2), WEIGHT, ()),
@@ -263,6 +265,44 @@ WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+# Aggregation at the sources ##################################################
+
+
+class Reversed(torch.nn.Module):
+    """A layer on flipped edges."""
+
+    def __init__(self, conv: torch.nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, **edge: Any) -> torch.Tensor:
+        return self.conv(x, edge_index.flip([0]), **edge)
+
+
+def pna(**kwargs: Any) -> torch.nn.Module:
+    return gnn.PNAConv(
+        CHANNELS, OUT, ["mean", "min", "std"], ["identity", "attenuation"], torch.arange(12),
+        edge_dim=EDGE_DIM, **kwargs,
+    )  # fmt: skip
+
+
+BACK = {"flow": "target_to_source"}
+AT_SOURCES: Layers = {
+    "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT, **BACK), WEIGHT, ()),
+    "sage, max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", **BACK), (), ()),
+    "sage, median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median", **BACK), (), ()),
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, ()),
+    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, edge_dim=EDGE_DIM, **BACK), (), ATTR),
+    "transformer": (
+        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, (),
+    ),
+    "pna": (lambda: pna(**BACK), ATTR, ()),
+    "flipped sage": (lambda: Reversed(gnn.SAGEConv(CHANNELS, OUT)), (), ()),
+    "flipped gat": (lambda: Reversed(gnn.GATConv(CHANNELS, OUT, edge_dim=EDGE_DIM)), ATTR, ()),
+    "both ways": (lambda: gnn.DirGNNConv(gnn.GCNConv(CHANNELS, OUT)), (), ()),
+}  # fmt: skip
+
+
 def build(make: Make) -> torch.nn.Module:
     torch.manual_seed(1)
     return make().double()
@@ -278,19 +318,35 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
     return Partitions(tmp_path_factory.mktemp("exactness"))
 
 
+def add_layers(
+    sweep: Sweep, layers: Layers, data: Data, root: Path, policies: Sequence[SARPolicy], where: str
+) -> None:
+    for name, (make, edge, constants) in layers.items():
+        sweep.add(f"{name}{where}", Job(build(make), root, edge, policies, constants), data)
+
+
 def sweep_layers(
-    layers: dict[str, Any], world: int, data: Data, root: Any, policies: tuple[SARPolicy, ...]
+    layers: Layers, world: int, data: Data, root: Path, policies: Sequence[SARPolicy]
 ) -> Sweep:
     sweep = Sweep(world)
-    for name, (make, edge, constants) in layers.items():
-        sweep.add(name, Job(build(make), root, edge, policies, constants), data)
+    add_layers(sweep, layers, data, root, policies, "")
     return sweep
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_layer_in_every_mode(name: str, graph: Data, partitions: Partitions):
+@pytest.mark.parametrize(
+    ("layers", "policies"),
+    [(LAYERS, ALL_POLICIES), (WIDER, MODES), (AT_SOURCES, MODES)],
+    ids=["layers", "wider", "at the sources"],
+)
+def test_layers_in_every_mode(
+    layers: Layers, policies: Sequence[SARPolicy], graph: Data, partitions: Partitions
+):
+    """By shards or by chunks of targets, whichever the aggregation needs: exact.
+
+    None falls back to one shot: the warning would be an error here.
+    """
     root = partitions(graph, 3, "random")
-    sweep_layers({name: LAYERS[name]}, 3, graph, root, ALL_POLICIES).check()
+    sweep_layers(layers, 3, graph, root, policies).check(timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -313,45 +369,52 @@ SOME = {
         "transformer, edges", "edge conv", "nnconv", "cg, batch norm",
     )
 }  # fmt: skip
+WITHOUT_EDGES = ("gcn", "sage, mean", "sage, max", "gat", "gatv2", "transformer", "gin")
 
 
-def test_worker_without_training_nodes(partitions: Partitions):
+def uneven_parts() -> Iterator[tuple[str, Data, str | torch.Tensor]]:
+    """Graphs and assignments to three parts, of which one or two lack something."""
+    thirds = torch.arange(40) % 3
     data = make_graph(seed=3)
-    part = torch.arange(data.num_nodes) % 3
-    data.train_mask &= part != 1
-    root = partitions(data, 3, part)
-    sweep_layers(SOME, 3, data, root, MODES).check()
-
-
-def test_training_nodes_on_one_worker_only(partitions: Partitions):
+    data.train_mask &= thirds != 1
+    yield "one without training nodes", data, thirds
     data = make_graph(seed=4)
-    part = torch.arange(data.num_nodes) % 3
-    data.train_mask = part == 2
-    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
-
-
-def test_worker_without_edges_to_some_peer(partitions: Partitions):
-    data, part = two_islands()
-    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
-
-
-def test_worker_without_any_remote_edge(partitions: Partitions):
-    """Part 1 neither needs nor gives rows."""
+    data.train_mask = thirds == 2
+    yield "training nodes on one only", data, thirds
+    yield "two without edges between them", *two_islands()
     data = make_graph(30, 150, seed=5)
     part = torch.arange(30) // 10
     source, target = part[data.edge_index]
     data = data.edge_subgraph(((source == 1) | (target == 1)) <= (source == target))
     data.num_nodes = 30
-    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+    yield "part 1 neither needs nor gives rows", data, part
+    for empty in range(3):
+        part = torch.arange(40) % 2
+        part = part + (part >= empty).long()
+        assert empty not in part.tolist()
+        yield f"all nodes outside part {empty}", make_graph(seed=6), part
+    data = make_graph(seed=8)
+    data = data.edge_subgraph(thirds[data.edge_index[1]] != 0)
+    data.num_nodes = 40
+    yield "nodes that others read, without an in-edge", data, thirds
+    data = make_graph(seed=10)
+    both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
+    weight, attr = (torch.cat([t, t]) for t in (data.edge_weight, data.edge_attr))
+    data.edge_index, data.edge_weight, data.edge_attr = both, weight, attr
+    del data.edge_type
+    yield "undirected", data, "metis"
 
 
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_part_without_nodes(empty: int, partitions: Partitions):
-    data = make_graph(seed=6)
-    part = torch.arange(data.num_nodes) % 2
-    part = part + (part >= empty).long()
-    assert empty not in part.tolist()
-    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+def test_uneven_parts(partitions: Partitions):
+    sweep = Sweep(3)
+    for title, data, part in uneven_parts():
+        add_layers(sweep, SOME, data, partitions(data, 3, part), MODES, f", {title}")
+    data = make_graph(seed=9)
+    data = data.edge_subgraph(torch.zeros(data.num_edges, dtype=torch.bool))
+    data.num_nodes = 40
+    layers = {name: LAYERS[name] for name in WITHOUT_EDGES}
+    add_layers(sweep, layers, data, partitions(data, 3), MODES, ", no edge at all")
+    sweep.check(timeout=300)
 
 
 def test_more_parts_than_metis_fills(partitions: Partitions):
@@ -360,25 +423,6 @@ def test_more_parts_than_metis_fills(partitions: Partitions):
     data.train_mask[:] = True
     root = partitions(data, 5, "metis")
     sweep_layers(SOME, 5, data, root, MODES).check()
-
-
-def test_part_without_edges(partitions: Partitions):
-    """A worker has nodes that others read, but no in-edge of its own."""
-    data = make_graph(seed=8)
-    part = torch.arange(data.num_nodes) % 3
-    kept = part[data.edge_index[1]] != 0
-    data = data.edge_subgraph(kept)
-    data.num_nodes = 40
-    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
-
-
-def test_graph_without_edges(partitions: Partitions):
-    data = make_graph(seed=9)
-    data = data.edge_subgraph(torch.zeros(data.num_edges, dtype=torch.bool))
-    data.num_nodes = 40
-    names = ("gcn", "sage, mean", "sage, max", "gat", "gatv2", "transformer", "gin")
-    some = {name: LAYERS[name] for name in names}
-    sweep_layers(some, 3, data, partitions(data, 3, "random"), MODES).check()
 
 
 @given(
@@ -411,32 +455,23 @@ def test_any_graph_and_assignment(
     sweep_layers({name: SOME[name]}, world, data, root, policies).check()
 
 
-@pytest.mark.parametrize("name", WIDER)
-def test_wider_choice_of_layers(name: str, graph: Data, partitions: Partitions):
-    """By shards or by chunks of targets, whichever the aggregation needs: exact.
-
-    None falls back to one shot: the warning would be an error here.
-    """
-    root = partitions(graph, 3, "random")
-    sweep_layers({name: WIDER[name]}, 3, graph, root, MODES).check()
-
-
-def test_wider_choice_without_nodes_or_edges(partitions: Partitions):
-    """A part without nodes, one without in-edges."""
+def test_few_nodes_and_edges(partitions: Partitions):
+    """A part without nodes, one without in-edges; parts without edges between them."""
     data = make_graph(seed=6)
     part = (torch.arange(40) >= 38).long() * 2
     assert not (part[data.edge_index[1]] == 2).any()
+    root, sweep = partitions(data, 3, part), Sweep(3)
     names = ("own aggregate", "std", "median", "softmax, learned", "several", "powermean, learned")
-    some = {name: WIDER[name] for name in names}
-    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
-
-
-def test_one_shot_without_nodes_or_edges(partitions: Partitions):
-    """A message that reshapes by -1, and one that holds all parameters, where nothing is."""
-    data = make_graph(seed=6)
-    part = (torch.arange(40) >= 38).long() * 2
-    some = {"feast": WIDER["feast"], "edge conv": LAYERS["edge conv"], "gat": LAYERS["gat"]}
-    sweep_layers(some, 3, data, partitions(data, 3, part), (SARPolicy(mode=3),)).check()
+    add_layers(sweep, {name: WIDER[name] for name in names}, data, root, MODES[:2], "")
+    names = ("gcn", "sage, max", "gat", "flipped sage")
+    at_sources = {name: AT_SOURCES[name] for name in names}
+    add_layers(sweep, at_sources, data, root, MODES[:2], ", at the sources")
+    # A message that reshapes by -1, and one that holds all parameters, where nothing is.
+    once = {"feast": WIDER["feast"], "edge conv": LAYERS["edge conv"], "gat": LAYERS["gat"]}
+    add_layers(sweep, once, data, root, (SARPolicy(mode=3),), ", at once")
+    data, part = two_islands()
+    add_layers(sweep, at_sources, data, partitions(data, 3, part), MODES[:2], ", two islands")
+    sweep.check()
 
 
 ORDERED: dict[str, tuple[Callable[[], Any], int]] = {
@@ -479,11 +514,12 @@ def ordered_layer(name: str) -> torch.nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("name", ORDERED)
-def test_order_dependent_aggregations(name: str, partitions: Partitions):
+def test_order_dependent_aggregations(partitions: Partitions):
     """They see neighbours in the order of the edge list, and pad as the whole graph needs it."""
     data, sweep = ordered_graph(), Sweep(3)
-    sweep.add(name, Job(ordered_layer(name), partitions(data, 3, "random"), (), MODES[:2]), data)
+    for name in ORDERED:
+        job = Job(ordered_layer(name), partitions(data, 3, "random"), (), MODES[:2])
+        sweep.add(name, job, data)
     sweep.check()
 
 
@@ -524,60 +560,7 @@ def test_aggregation_over_all_targets_together_is_refused(graph: Data, partition
         workers(call, 3, Energy, partitions(graph, 3, "random"))
 
 
-# Aggregation at the sources ##################################################
-
-
-class Reversed(torch.nn.Module):
-    """A layer on flipped edges."""
-
-    def __init__(self, conv: torch.nn.Module) -> None:
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, **edge: Any) -> torch.Tensor:
-        return self.conv(x, edge_index.flip([0]), **edge)
-
-
-def pna(**kwargs: Any) -> torch.nn.Module:
-    return gnn.PNAConv(
-        CHANNELS, OUT, ["mean", "min", "std"], ["identity", "attenuation"], torch.arange(12),
-        edge_dim=EDGE_DIM, **kwargs,
-    )  # fmt: skip
-
-
-BACK = {"flow": "target_to_source"}
-AT_SOURCES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
-    "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT, **BACK), WEIGHT, ()),
-    "sage, max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", **BACK), (), ()),
-    "sage, median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median", **BACK), (), ()),
-    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, ()),
-    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, edge_dim=EDGE_DIM, **BACK), (), ATTR),
-    "transformer": (
-        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, (),
-    ),
-    "pna": (lambda: pna(**BACK), ATTR, ()),
-    "flipped sage": (lambda: Reversed(gnn.SAGEConv(CHANNELS, OUT)), (), ()),
-    "flipped gat": (lambda: Reversed(gnn.GATConv(CHANNELS, OUT, edge_dim=EDGE_DIM)), ATTR, ()),
-    "both ways": (lambda: gnn.DirGNNConv(gnn.GCNConv(CHANNELS, OUT)), (), ()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", AT_SOURCES)
-def test_aggregation_at_the_sources(name: str, graph: Data, partitions: Partitions):
-    root = partitions(graph, 3, "random")
-    sweep_layers({name: AT_SOURCES[name]}, 3, graph, root, MODES).check()
-
-
-def test_aggregation_at_the_sources_of_few_edges(partitions: Partitions):
-    """Parts without nodes, without edges between some of them."""
-    data = make_graph(seed=6)
-    part = (torch.arange(40) >= 38).long() * 2
-    names = ("gcn", "sage, max", "gat", "flipped sage")
-    some = {name: AT_SOURCES[name] for name in names}
-    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
-    data, part = two_islands()
-    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
-
+# Reversed edges ##############################################################
 
 KINDS = ("edges", "plan", "fetch", "refetch", "gradient")
 
@@ -603,16 +586,6 @@ def test_reversed_edges_are_sent_once(graph: Data, partitions: Partitions):
     found = {kind: sum(kinds[kind] for kinds, _ in results) for kind in KINDS}
     assert found["edges"] == found["plan"] == found["refetch"] == 0
     assert found["fetch"] == found["gradient"] == pairs.size(1) * row
-
-
-def test_undirected_graph(partitions: Partitions):
-    data = make_graph(seed=10)
-    both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
-    weight = torch.cat([data.edge_weight] * 2)
-    attr = torch.cat([data.edge_attr] * 2)
-    data.edge_index, data.edge_weight, data.edge_attr = both, weight, attr
-    del data.edge_type
-    sweep_layers(SOME, 3, data, partitions(data, 3, "metis"), MODES).check()
 
 
 # Training ####################################################################

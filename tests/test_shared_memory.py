@@ -139,7 +139,7 @@ def test_processes_on_one_host_on_two_and_apart(partitions):
         for k, job in enumerate(sweep.jobs):
             for step, policy in enumerate(job.policies):
                 results = [worker[way][1][k][step] for worker in found]
-                title = f"{sweep.titles[k]}, way {way}, {policy}"
+                title = f"{job.title}, way {way}, {policy}"
                 assert_small(errors(results, sweep.expected[k]), TOLERANCE, title)
     for rank, worker in enumerate(found):
         halo = [
