@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import subprocess
@@ -67,6 +68,8 @@ def import_everything() -> None:
         if not module.name.endswith(NOT_ONCE):
             importlib.import_module(module.name)
     keep_compiled_templates()
+    # Notes which file each module is of, as registering operators asks of all modules.
+    inspect.getmodule(compile("", "no file", "exec"))
 
 
 def keep_compiled_templates() -> None:
