@@ -136,10 +136,32 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(text) for text in texts)
 
 
-def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+# Run by a notebook's kernel: its workers need not import everything anew.
+FORK = """
+from forked_workers import Templates
+from pyg_sar.comm.launch import _Worker
+_templates = Templates(_Worker.start)
+_Worker.start = _templates.start
+"""
+STOP = """
+for template in _templates.started:
+    template.close()
+"""
+
+
+def executed(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = "", last: str = ""
+) -> list[dict[str, Any]]:
     """The cells of a notebook that ran and gave the outputs that its file shows.
 
     After a change: ``PYTHONWARNINGS=ignore jupyter execute --inplace docs/*.ipynb``.
+
+    Args:
+        path: The notebook.
+        folder: Where it runs.
+        monkeypatch: For its environment.
+        first: Code before its cells.
+        last: Code after them.
     """
     nbclient = pytest.importorskip("nbclient", reason="the extra 'notebook' is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the extra 'notebook' is not installed")
@@ -149,17 +171,20 @@ def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     shown = json.loads(path.read_text())["cells"]
     notebook = nbformat.read(path, as_version=4)
+    around = [nbformat.v4.new_code_cell(code) for code in (first, last)]
+    notebook.cells = [around[0], *notebook.cells, around[1]]
     nbclient.NotebookClient(
         notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": folder}}
     ).execute()
-    for before, after in zip(shown, notebook.cells, strict=True):
+    cells = notebook.cells[1:-1]
+    for before, after in zip(shown, cells, strict=True):
         if before["cell_type"] == "code":
             assert shape(outputs(after)) == shape(outputs(before)), before["source"]
-    return [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
 def test_notebook_runs_and_gives_the_outputs_it_shows(tmp_path, monkeypatch):
-    found = executed(NOTEBOOK, tmp_path, monkeypatch)
+    found = executed(NOTEBOOK, tmp_path, monkeypatch, FORK, STOP)
     assert any("four workers" in outputs(cell) for cell in found)
 
 
