@@ -142,21 +142,32 @@ def must_run(change: str) -> bool:
     return not parts and not change.startswith((*refused, *within))
 
 
-@pytest.mark.parametrize(
-    ("start", "name"), [*((workers, name) for name in NAMES), (parts, "gin"), (parts, "gat, edges")]
-)
-def test_a_changed_layer_is_right_or_refused(start: Any, name: str, root: Path):
+def cases_of(name: str) -> list[tuple[str, str, str]]:
     make, _, _ = {**LAYERS, **WIDER}[name]
-    cases = [
+    return [
         (name, change, when)
         for change in changes_of(build(make))
         for when in ("before", "after")
         if when == "after" or "," in change  # Other values before are those of another layer.
     ]
-    expected = sweep(None, cases)
-    assert sum(isinstance(value, dict) for value in expected) > len(cases) // 2
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[str], list[Any]]:
+    """What one process finds in each case, by the layer's name."""
+    return functools.cache(lambda name: sweep(None, cases_of(name)))
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [*((workers, name) for name in NAMES), (parts, "gin"), (parts, "gat, edges")]
+)
+def test_a_changed_layer_is_right_or_refused(
+    start: Any, name: str, root: Path, expected: Callable[[str], list[Any]]
+):
+    cases, rights = cases_of(name), expected(name)
+    assert sum(isinstance(value, dict) for value in rights) > len(cases) // 2
     for found in start(sweep, 2, root, cases):
-        for case, result, right in zip(cases, found, expected, strict=True):
+        for case, result, right in zip(cases, found, rights, strict=True):
             if not isinstance(result, str):
                 assert not isinstance(right, str), (case, right)
                 torch.testing.assert_close(

@@ -60,10 +60,14 @@ def root(graph: Data, partitions: Partitions) -> Path:
     return partitions(graph, WORLD, "random")
 
 
-def check(title: str, model: torch.nn.Module, graph: Data, root: Path, **job: Any) -> None:
+def check(
+    models: dict[str, torch.nn.Module], graph: Data, root: Path, timeout: float = 120.0, **job: Any
+) -> None:
+    """Compares models with one process, all in one launch."""
     sweep = Sweep(WORLD)
-    sweep.add(title, Job(model.double(), root, **job), graph)
-    sweep.check()
+    for title, model in models.items():
+        sweep.add(title, Job(model.double(), root, **job), graph)
+    sweep.check(timeout=timeout)
 
 
 # Between forward and backward ################################################
@@ -175,10 +179,9 @@ IN_PLACE: dict[str, Callable[[], MessagePassing]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_outputs_changed_in_place(name: str, graph: Data, root: Path):
+def test_outputs_changed_in_place(graph: Data, root: Path):
     """PyG allows it for these layers."""
-    check(name, InPlace(IN_PLACE[name]()), graph, root)
+    check({name: InPlace(make()) for name, make in IN_PLACE.items()}, graph, root)
 
 
 class Checkpointed(torch.nn.Module):
@@ -197,27 +200,24 @@ class Checkpointed(torch.nn.Module):
         return self.after(x)
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, last: bool, graph: Data, root: Path):
+def test_activation_checkpointing(graph: Data, root: Path):
     """Both kinds: all workers exchange alike, and gradients are summed once, nested or not."""
-    sweep = Sweep(WORLD)
-    model = Checkpointed(reentrant, last).double()
-    sweep.add(f"reentrant {reentrant}", Job(model, root, policies=MODES), graph)
-    sweep.check(timeout=20.0)
+    models = {
+        f"{reentrant=}, {last=}": Checkpointed(reentrant, last)
+        for reentrant in (False, True)
+        for last in (False, True)
+    }
+    check(models, graph, root, timeout=20.0, policies=MODES)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_where_a_worker_has_no_nodes(reentrant: bool, tmp_path: Path):
+def test_activation_checkpointing_where_a_worker_has_no_nodes(tmp_path: Path):
     """It asks how gradients of no edges look: within a checkpoint, but not by computing again."""
     data = make_graph(seed=6)
     part = torch.arange(data.num_nodes) % 2 * 2
     pyg_sar.write_partitions(data, 3, tmp_path / "3", part)
     policies = [SARPolicy(mode=mode, kernels="off") for mode in (1, 2)]
-    sweep = Sweep(3)
-    model = Checkpointed(reentrant, False).double()
-    sweep.add(f"reentrant {reentrant}", Job(model, tmp_path / "3", policies=policies), data)
-    sweep.check(timeout=20.0)
+    models = {f"{reentrant=}": Checkpointed(reentrant, False) for reentrant in (False, True)}
+    check(models, data, tmp_path / "3", timeout=20.0, policies=policies)
 
 
 # Inputs ######################################################################
@@ -246,21 +246,25 @@ class Shaped(torch.nn.Module):
         return self.conv((x, None), edge_index)
 
 
-@pytest.mark.parametrize("how", ["transposed", "strided", "expanded", "constant"])
-def test_inputs_of_any_layout(how: str, graph: Data, root: Path):
-    for conv in (gnn.SAGEConv(CHANNELS, OUT), gnn.GATConv(CHANNELS, OUT), Nonlinear("max")):
-        check(f"{conv}, {how}", Shaped(conv, how), graph, root, policies=MODES)
+def test_inputs_of_any_layout(graph: Data, root: Path):
+    models = {
+        f"{conv}, {how}": Shaped(conv, how)
+        for how in ("transposed", "strided", "expanded", "constant")
+        for conv in (gnn.SAGEConv(CHANNELS, OUT), gnn.GATConv(CHANNELS, OUT), Nonlinear("max"))
+    }
+    check(models, graph, root, policies=MODES)
 
 
-@pytest.mark.parametrize("how", ["pair", "same pair", "no target"])
-def test_pairs_of_inputs(how: str, graph: Data, root: Path):
+def test_pairs_of_inputs(graph: Data, root: Path):
     """Sources and targets with features of their own, or targets without any."""
-    width = (CHANNELS, CHANNELS)
-    convs = [gnn.SAGEConv(width, OUT), gnn.GraphConv(width, OUT)]
-    if how != "no target":
-        convs += [gnn.GATConv(width, OUT, add_self_loops=False), gnn.TransformerConv(width, OUT)]
-    for conv in convs:
-        check(f"{conv}, {how}", Shaped(conv, how), graph, root, policies=MODES)
+    width, models = (CHANNELS, CHANNELS), {}
+    for how in ("pair", "same pair", "no target"):
+        convs = [gnn.SAGEConv(width, OUT), gnn.GraphConv(width, OUT)]
+        if how != "no target":
+            convs.append(gnn.GATConv(width, OUT, add_self_loops=False))
+            convs.append(gnn.TransformerConv(width, OUT))
+        models |= {f"{conv}, {how}": Shaped(conv, how) for conv in convs}
+    check(models, graph, root, policies=MODES)
 
 
 class Tables(MessagePassing):
@@ -294,14 +298,10 @@ def test_arguments_that_are_no_rows(graph: Data, root: Path):
         return data.x.to_local().size(0), data.edge_index.to_local().size(1)
 
     (nodes, _), (_, edges), _ = workers(rows_here, WORLD)
-    sweep = Sweep(WORLD)
-    sweep.add("3 rows", Job(Tables(3).double(), root, policies=MODES), graph)
-    sweep.check()
+    check({"3 rows": Tables(3)}, graph, root, policies=MODES)
     for rows in (nodes, edges, graph.num_nodes, graph.num_edges):
-        sweep = Sweep(WORLD)
-        sweep.add(f"{rows} rows", Job(Tables(rows).double(), root, policies=MODES), graph)
         try:
-            sweep.check()
+            check({f"{rows} rows": Tables(rows)}, graph, root, policies=MODES)
         except WorkerError as error:
             assert "Tables" in str(error) and "DistributedIndexError" in str(error)
 

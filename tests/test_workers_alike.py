@@ -75,30 +75,42 @@ def other_edges(model, data, draw):
     return model(data.x, data.edge_index[:, kept]).sum()
 
 
-def trained_with(root, loss, seeds):
-    data = pyg_sar.load_partition(root)
-    torch.manual_seed(0)
-    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 2).double())
-    draw = np.random.default_rng(seeds[pyg_sar.comm.current().rank])
-    value = loss(model, data, draw)
-    value.backward()
-    return value.item()
+LOSSES = [other_ids, other_order, other_features, other_noise, other_labels, other_mask]
+LOSSES += [other_edges]
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [other_ids, other_order, other_features, other_noise, other_labels, other_mask, other_edges],
-)
-def test_plain_tensors_that_differ(loss, tmp_path):
-    """As NumPy draws them where nobody gave it a seed; equal ones are right."""
-    root = Partitions(tmp_path)(make_graph(), 2)
+def trained_with(root, losses, seeds):
+    data, found = pyg_sar.load_partition(root), []
+    for loss in losses:
+        torch.manual_seed(0)
+        model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 2).double())
+        draw = np.random.default_rng(seeds[pyg_sar.comm.current().rank])
+        value = loss(model, data, draw)
+        value.backward()
+        found.append(value.item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return Partitions(tmp_path_factory.mktemp("alike"))(make_graph(), 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_plain_tensors_that_differ(loss, root):
+    """As NumPy draws them where nobody gave it a seed."""
     with pytest.raises(WorkerError, match="different values in a plain tensor .*numpy.random"):
-        workers(trained_with, 2, root, loss, (0, 1))
-    torch.manual_seed(0)
-    data = make_graph()
-    model = GAT(data.x.size(1), 4, 2, 2).double()
-    expected = loss(model, data, np.random.default_rng(3)).item()
-    assert workers(trained_with, 2, root, loss, (3, 3)) == pytest.approx([expected] * 2, rel=1e-9)
+        workers(trained_with, 2, root, [loss], (0, 1))
+
+
+def test_plain_tensors_that_are_equal(root):
+    data, expected = make_graph(), []
+    for loss in LOSSES:
+        torch.manual_seed(0)
+        model = GAT(data.x.size(1), 4, 2, 2).double()
+        expected.append(loss(model, data, np.random.default_rng(3)).item())
+    for found in workers(trained_with, 2, root, LOSSES, (3, 3)):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 class Several:
