@@ -388,3 +388,8 @@ def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 def parts(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` for parts of the graph that this process hosts."""
     return host(fn, number, *args)
+
+
+def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
+    """Runs ``fn`` on as many worker processes, then for as many parts that this process hosts."""
+    return [*workers(fn, number, *args), *parts(fn, number, *args)]

@@ -16,10 +16,10 @@ from oracle import (
     OUT,
     TOLERANCE,
     Partitions,
+    both,
     error,
     make_graph,
     node_losses,
-    parts,
     whole,
     workers,
 )
@@ -408,8 +408,7 @@ def compare(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-@pytest.mark.parametrize("start", [workers, parts])
-def test_gradients_are_those_of_one_process(start: Any, graph: Data, root: Path) -> None:
+def test_gradients_are_those_of_one_process(graph: Data, root: Path) -> None:
     expected = runs(graph, lambda model: model)
 
     def worker() -> list[Any]:
@@ -423,7 +422,7 @@ def test_gradients_are_those_of_one_process(start: Any, graph: Data, root: Path)
             for k, policy in enumerate(POLICIES)
         ]
 
-    for by_policy in start(worker, WORLD):
+    for by_policy in both(worker, WORLD):
         for found in by_policy:
             compare(found, expected)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Result, make_graph, one_pass, parts, whole, workers
+from oracle import Result, both, make_graph, one_pass, whole, workers
 from torch import Tensor, nn
 from torch_geometric.nn import (
     MLP,
@@ -162,10 +162,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("start", [workers, parts])
-def test_they_compute_with_all_nodes(start: Any, root: Path):
+def test_they_compute_with_all_nodes(root: Path):
     expected = sweep(None)
-    for found in start(sweep, 2, root):
+    for found in both(sweep, 2, root):
         for case, result in found.items():
             assert not isinstance(result, str), (case, result)
             torch.testing.assert_close(result, expected[case], rtol=1e-9, atol=1e-9, msg=str(case))

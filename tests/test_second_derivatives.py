@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import some
-from oracle import TOLERANCE, error, gradient_scale, make_graph, parts, whole, workers
+from oracle import TOLERANCE, both, error, gradient_scale, make_graph, parts, whole, workers
 from test_exactness import LAYERS, WIDER, build
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -324,12 +324,11 @@ def checkpointed(root: Any, policies: list[SARPolicy]) -> list[Any]:
     return [derivatives(model, data, (), (), 2) for model in models]
 
 
-@pytest.mark.parametrize("start", [workers, parts])
-def test_what_a_checkpoint_packs_is_unpacked_once(start, tmp_path):
+def test_what_a_checkpoint_packs_is_unpacked_once(tmp_path):
     data = make_graph()
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     expected = derivatives(build(Checkpointed), data, (), (), 2)
-    for found in start(checkpointed, 2, tmp_path / "parts", STREAMED):
+    for found in both(checkpointed, 2, tmp_path / "parts", STREAMED):
         for mine in found:
             wrong = {n: error(mine[n], g, 1e-2) for n, g in expected.items() if g is not None}
             assert max(wrong.values()) <= TOLERANCE, wrong
@@ -378,12 +377,11 @@ def of_relations(root: Any, policies: list[SARPolicy]) -> list[Any]:
     return [pyg_sar.distribute(build(lambda m=m: Relations(m)), p)(data) for p, m in pairs]
 
 
-@pytest.mark.parametrize("start", [workers, parts])
-def test_relations_between_two_types_of_nodes(start, tmp_path):
+def test_relations_between_two_types_of_nodes(tmp_path):
     data = two_types()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     expected = [build(lambda m=m: Relations(m))(data) for m in BIPARTITE] * len(STREAMED)
-    for found in start(of_relations, 3, tmp_path / "parts", STREAMED):
+    for found in both(of_relations, 3, tmp_path / "parts", STREAMED):
         for mine, theirs in zip(found, expected, strict=True):
             scale = gradient_scale(theirs)
             wrong = {n: error(mine[n], g, scale) for n, g in theirs.items() if g is not None}
@@ -448,14 +446,13 @@ def penalised(root: Any) -> list[dict[str, Tensor | None]]:
     return found
 
 
-@pytest.mark.parametrize("start", [workers, parts])
-def test_a_penalty_of_gradients_by_parameters(start, tmp_path):
+def test_a_penalty_of_gradients_by_parameters(tmp_path):
     data = make_graph()
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     torch.manual_seed(0)
     expected = gradient_penalty(Network().double(), data)
     scale = gradient_scale(expected)
-    for found in start(penalised, 2, tmp_path / "parts"):
+    for found in both(penalised, 2, tmp_path / "parts"):
         for gradients in found:
             wrong = {n: error(gradients[n], g, scale) for n, g in expected.items()}
             assert max(wrong.values()) <= TOLERANCE, wrong
