@@ -24,6 +24,8 @@ import torch
 from forked_workers import Templates, keep_compiled_templates, templates
 from hosted_workers import hosted_workers, why_not
 from hypothesis import HealthCheck, settings
+from oracle import Partitions, make_graph
+from torch_geometric.data import Data
 
 from pyg_sar.comm.group import finalize
 from pyg_sar.comm.launch import _Worker
@@ -146,6 +148,24 @@ def shared_file(name: str) -> Path:
 def shared_data():
     """``shared_data('cora.npz')``: the path of a real graph; skips where it is absent."""
     return shared_file
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    """The graph of most tests; a file may have one of its own."""
+    return make_graph()
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    """Writes partitions, once each."""
+    return Partitions(tmp_path_factory.mktemp("partitions"))
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, partitions: Partitions) -> Path:
+    """The graph in three parts; a file may have a folder of its own."""
+    return partitions(graph, 3, "random")
 
 
 @pytest.fixture(scope="session")

@@ -51,21 +51,6 @@ REMADE = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET)
 KEPT = SARPolicy(mode=2, prefetch=0, message_budget=BUDGET)
 
 
-@pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("contract"))
-
-
-@pytest.fixture(scope="module")
-def root(graph: Data, partitions: Partitions) -> Path:
-    return partitions(graph, WORLD, "random")
-
-
 # Layers and models ###########################################################
 
 

@@ -49,21 +49,6 @@ AHEAD = {"mode": 1, "prefetch": 1, "message_budget": BUDGET}
 KEPT = {"mode": 2, "prefetch": 1, "message_budget": BUDGET}
 
 
-@pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("state"))
-
-
-@pytest.fixture(scope="module")
-def root(graph: Data, partitions: Partitions) -> Path:
-    return partitions(graph, WORLD, "random")
-
-
 # Rule 4: random numbers ######################################################
 
 

@@ -45,21 +45,6 @@ REMADE = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET)
 CHUNKED = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked")
 
 
-@pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("use"))
-
-
-@pytest.fixture(scope="module")
-def root(graph: Data, partitions: Partitions) -> Path:
-    return partitions(graph, WORLD, "random")
-
-
 def check(
     models: dict[str, torch.nn.Module], graph: Data, root: Path, timeout: float = 120.0, **job: Any
 ) -> None:

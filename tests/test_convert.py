@@ -46,11 +46,6 @@ WORLD = 3
 
 
 @pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
 def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Partitions(tmp_path_factory.mktemp("convert"))(graph, WORLD, "random")
 

@@ -34,11 +34,6 @@ def graphs() -> dict[str, Data]:
 
 
 @pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("coverage"))
-
-
-@pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Outcome]]:
     """What was found; written as a document at the end, if it is asked for and complete."""
     found: dict[str, Outcome] = {}

@@ -52,11 +52,6 @@ CONSTANTS = ("edge_weight", "edge_attr")
 
 
 @pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
 def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Partitions(tmp_path_factory.mktemp("dependence"))(graph, WORLD, "random")
 

@@ -308,16 +308,6 @@ def build(make: Make) -> torch.nn.Module:
     return make().double()
 
 
-@pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("exactness"))
-
-
 def add_layers(
     sweep: Sweep, layers: Layers, data: Data, root: Path, policies: Sequence[SARPolicy], where: str
 ) -> None:

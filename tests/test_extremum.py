@@ -47,11 +47,6 @@ def kernels() -> None:
         pytest.skip(f"no C++ kernels: {reason}")
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("extremum"))
-
-
 def with_ties(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A few values only, so that several rows reach an extremum; and a NaN and infinities."""
     given = problem(width, dtype, seed=width)

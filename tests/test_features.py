@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, error, make_graph, whole, workers
+from oracle import CHANNELS, CLASSES, TOLERANCE, error, make_graph, whole, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -31,11 +31,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("features"))
 
 
 def powers(root: Any, out: Any, loops: bool) -> None:

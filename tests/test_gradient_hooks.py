@@ -18,7 +18,6 @@ from oracle import (
     Partitions,
     both,
     error,
-    make_graph,
     node_losses,
     whole,
     workers,
@@ -38,11 +37,6 @@ WORLD = 3
 LIMIT = 0.02
 DOUBLE = torch.float64
 POLICIES = (SARPolicy(message_budget=600), SARPolicy(mode=3), SARPolicy(strategy="chunked"))
-
-
-@pytest.fixture(scope="module")
-def graph() -> Data:
-    return make_graph()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, workers
+from oracle import CHANNELS, CLASSES, TOLERANCE, make_graph, workers
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE, MaskLabel
@@ -39,11 +39,6 @@ def graph() -> Data:
     data = make_graph(60, 200)
     data.val_mask = ~data.train_mask
     return data
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("labels"))
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,6 @@ def graph() -> Data:
 
 
 @pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("ledger"))
-
-
-@pytest.fixture(scope="module")
 def root(graph: Data, partitions: Partitions) -> Path:
     return partitions(graph, WORLD, "random")
 

@@ -29,11 +29,6 @@ NODES = 40
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "link_prediction.py"
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("links"))
-
-
 # Which pairs ##################################################################
 
 ASKED: dict[str, dict[str, Any]] = {

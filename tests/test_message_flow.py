@@ -16,7 +16,6 @@ from oracle import (
     CLASSES,
     MODES,
     TOLERANCE,
-    Partitions,
     error,
     gradient_scale,
     make_graph,
@@ -100,11 +99,6 @@ def models() -> Iterator[list[nn.Module]]:
     sizes = CHANNELS, HIDDEN, LAYERS, CLASSES
     made = [gnn.GCN(*sizes), gnn.GAT(*sizes, heads=2), gnn.GraphSAGE(*sizes), Own(), Relations()]
     return [model.double() for model in made]
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("flow"))
 
 
 Found = tuple[Tensor, Tensor, dict[str, Tensor]]

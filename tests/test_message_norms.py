@@ -137,11 +137,6 @@ def assignment(world: int, nodes: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("partitions"))
-
-
-@pytest.fixture(scope="module")
 def graph() -> Data:
     return make_graph(30, 120, seed=3)
 

@@ -512,11 +512,6 @@ SWITCHES = (
 )
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("ops"))
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_layers_are_exact_with_kernels_and_without(world: int, partitions: Partitions):
     """One part has no node."""

@@ -42,11 +42,6 @@ IN_PARTS = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("predict"))
-
-
 def sage() -> nn.Module:
     """A model that trains, but for one layer."""
     torch.manual_seed(0)

@@ -46,11 +46,6 @@ def kernels() -> None:
         pytest.skip(f"no C++ kernels: {reason}")
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("products"))
-
-
 class Weighted(MessagePassing):
     """A message made of source rows and a number per edge; counts the rows that messages had."""
 

@@ -184,11 +184,6 @@ def double() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("recipes"))
-
-
-@pytest.fixture(scope="module")
 def expected(graph: Data, partitions: Partitions, tmp_path_factory: Any) -> dict[str, Run]:
     """Plain PyG; of sampled neighbours one worker, which test_sampling compares with PyG."""
     data = SIGN(2)(copy.copy(graph))

@@ -56,11 +56,6 @@ def clusters(parts: int = 5, seed: int = 3) -> tuple[Data, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("rounds"))
-
-
-@pytest.fixture(scope="module")
 def graph() -> Data:
     return clusters()[0]
 

@@ -13,7 +13,6 @@ from oracle import (
     CHANNELS,
     CLASSES,
     TOLERANCE,
-    Partitions,
     error,
     make_graph,
     parts,
@@ -42,11 +41,6 @@ def graph() -> Data:
     data.val_mask = data.test_mask = ~data.train_mask
     del data.edge_weight
     return data
-
-
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("sampling"))
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,6 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("shared"))
-
-
 def make_sweep(world: int, partitions: Partitions, names: tuple[str, ...], **kw: Any) -> Sweep:
     """Layers on a random partition, and one whose second part is empty."""
     data = make_graph(41, 220)

@@ -113,16 +113,6 @@ def graph() -> Data:
     return make_graph(50, 260)
 
 
-@pytest.fixture(scope="module")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("transform"))
-
-
-@pytest.fixture(scope="module")
-def root(graph: Data, partitions: Partitions) -> Path:
-    return partitions(graph, 3, "random")
-
-
 # Numbers ######################################################################
 
 
