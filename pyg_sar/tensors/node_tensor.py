@@ -150,7 +150,8 @@ class NodeTensor(Tensor):
         """
         if self.edges is not None:
             return cast(Tensor, self.edges.index)
-        return cast(Tensor, ToLocal.apply(self, self.local, self.rows, self.axis))
+        rows, axis = self.rows, self.axis
+        return cast(Tensor, ToLocal.apply(self, rows_at(self, rows, axis), rows, axis))
 
     def full_tensor(self) -> Tensor:
         """Returns all rows in the graph's order on every worker, differentiable. Collective.
@@ -167,10 +168,10 @@ class NodeTensor(Tensor):
             found = RULES.get(_full_name(func), refused)
         if found is not None:
             return found(func, args, kwargs or {})
-        if isinstance((kwargs or {}).get("out"), Tensor):
-            return _into_out(func, args, dict(kwargs))
+        if kwargs:
+            return as_it_is(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -281,12 +282,22 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
     if not isinstance(x, NodeTensor):
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
+    if x.origin is not None:
+        _check_copies(NodeTensor.to_local, x, None)
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
             f"{axis} is asked for (rank {rows.comm.rank})"
         )
     return x.local if x.rows.same(rows) else x.rows.moved(x.local, axis, rows)
+
+
+def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function, whose operators are then taken below autograd."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return _into_out(func, args, dict(kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:

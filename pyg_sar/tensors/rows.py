@@ -158,6 +158,8 @@ class Rows:
         source: Their numbers among this worker's rows of the parent, ``[count]``.
         compared: Of nodes of a message flow graph: the layers whose models were shown to compute
             the same on the whole graph.
+        parts: Of joined rows each part by its place: its layout, and its first row's number here.
+        shared: Whether all workers hold a tensor of these rows.
     """
 
     def __init__(
@@ -168,6 +170,8 @@ class Rows:
         self.parent: Rows | None = None
         self.source: Tensor | None = None
         self.compared: WeakSet[Any] | None = None
+        self.parts: dict[tuple[int, int], tuple[Rows, int]] = {}
+        self.shared = False
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -398,7 +402,9 @@ class Rows:
 
         def make() -> Rows:
             ids = torch.arange(first, last, device=self.comm.device)
-            return Rows(self.comm, total, last - first, ids)
+            rows = Rows(self.comm, total, last - first, ids)
+            rows.shared = True
+            return rows
 
         return self.keep(("share", total), None, make)
 
@@ -411,7 +417,11 @@ class Rows:
             def ids() -> Tensor:
                 return torch.cat([p.ids + s for p, s in zip(parts, starts, strict=False)])
 
-            return Rows(self.comm, starts[-1], sum(p.count for p in parts), ids)
+            here = list(accumulate((p.count for p in parts), initial=0))
+            rows = Rows(self.comm, starts[-1], here[-1], ids)
+            for part, start, first in zip(parts, starts, here, strict=False):
+                rows.parts[start, start + part.total] = part, first
+            return rows
 
         return self.keep(("joined", *map(id, others)), others, make)
 

@@ -170,6 +170,10 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
             return kept
     elif (start, step) == (0, 1) and stop >= source.size(dim):
         return wrap(source.local[:], source.rows, source.axis)
+    part, first = source.rows.parts.get((start, stop), (None, 0))
+    if part is not None and step == 1:  # As in the backward pass of what joined them.
+        local = source.local.narrow(dim, first, part.count)
+        return part.whole(local, dim, "cat()") if part.shared else wrap(local, part, dim)
     rows = source.rows.sliced(start, max(stop, start), step)
     return wrap(source.local.index_select(dim, rows.source), rows, source.axis)
 
