@@ -17,7 +17,7 @@ from torch import Tensor
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
 from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, ToLocal, rows_at
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import Rows, note_first
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -32,6 +32,7 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        note_first(gradient, ctx.comm)
         return Shared.apply(ctx.comm, gradient)[0], None, None
 
 
@@ -69,6 +70,8 @@ def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tens
                 rest.append(k)
             else:
                 found[k] = model.take(name, value, comm)
+    for k in rest:
+        note_first(values[k], comm)
     taken = Shared.apply(comm, *(values[k] for k in rest)) if rest else ()
     for k, value in zip(rest, taken, strict=True):
         found[k] = value

@@ -24,6 +24,11 @@ PyTorch switches the look at them off where it calls a rule, so it is switched o
 [Note: versions] So it does with versions, by which autograd, and kernels that read their output
 again, notice what is written between a forward and its backward pass. What was saved may be a
 worker's own rows: operators that write, and views, count for these, too.
+
+[Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
+be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
+taken of is, and the next sum of gradients compares the notes. Gradients are where losses were
+scaled, and where a backward pass begins.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
-from pyg_sar.tensors.rows import Rows, Writes, note_plain
+from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -189,8 +194,15 @@ class NodeTensor(Tensor):
             found = refused
         kwargs = kwargs or {}
         own = next((one for one in args if isinstance(one, NodeTensor)), None)
-        if own is not None and own.rows.comm.host is not None:
-            own.rows.check_part()
+        if own is not None and own.rows.comm.world_size > 1:
+            comm = own.rows.comm
+            if comm.host is not None:
+                own.rows.check_part()
+            for value in (*args, *kwargs.values()):  # See [Note: the same beside rows].
+                if isinstance(value, int | float):
+                    comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN
+                elif isinstance(value, Tensor) and not isinstance(value, NodeTensor):
+                    note_first(value, comm)
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
