@@ -198,7 +198,8 @@ class NodeTensor(Tensor):
             comm = own.rows.comm
             if comm.host is not None:
                 own.rows.check_part()
-            for value in (*args, *kwargs.values()):  # See [Note: the same beside rows].
+            read = args[func._schema.is_mutable :]  # What is written may hold anything before.
+            for value in (*read, *kwargs.values()):  # See [Note: the same beside rows].
                 if isinstance(value, int | float):
                     comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN
                 elif isinstance(value, Tensor) and not isinstance(value, NodeTensor):

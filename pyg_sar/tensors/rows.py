@@ -98,7 +98,7 @@ def note_first(tensor: Tensor, comm: Communicator) -> None:
             axis = next(d for d, n in enumerate(tensor.shape) if n > 1)
             fewer = tensor.size(axis) * _FIRST // tensor.numel()
             tensor = tensor.narrow(axis, 0, max(fewer, 1))
-        comm.beside = zlib.crc32(_words(tensor).numpy(), comm.beside)
+        comm.beside = zlib.crc32(_words(tensor).numpy().tobytes(), comm.beside)
 
 
 def _words(tensor: Tensor) -> Tensor:
