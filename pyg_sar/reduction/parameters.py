@@ -161,7 +161,7 @@ def reconcile(
             raise ValueError(
                 f"Rank {rank} and rank 0 got different numbers beside tensors of the graph (this "
                 f"is rank {comm.rank}): weights of classes or of a loss, say, a temperature, a "
-                "bound, a rate of dropout, or a learned tensor outside of the model; or they called "
+                "bound, a rate of dropout, or a learned tensor outside of the model, or called "
                 "other operators. Do the same on all workers, and seed what draws numbers (also "
                 "numpy.random and random, which torch.manual_seed() doesn't seed)"
             )
