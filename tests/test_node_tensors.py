@@ -612,7 +612,9 @@ def test_copies_where_torch_has_views_are_written_as_these() -> None:
             torch.add(x[3], 1, out=x[4])
         run, row = x[2:5], x[3]
         x.data[0] = 0.0
-        for stale in (lambda: run + 1, lambda: run[:, 1] * 2, lambda: row + 1, lambda: row.zero_()):
+        linear = lambda: F.linear(run, torch.eye(run.size(1)))  # noqa: E731
+        add, double = (lambda: run + 1), (lambda: run[:, 1] * 2)
+        for stale in (add, double, linear, run.to_local, lambda: row + 1, lambda: row.zero_()):
             with pytest.raises(DistributedIndexError, match="was written since"):
                 stale()
         with pytest.raises(ValueError, match="read-only"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Partitions, make_graph, workers
+from oracle import Partitions, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn import GAT, GraphNorm
 
@@ -111,6 +111,85 @@ def test_plain_tensors_that_are_equal(root):
         expected.append(loss(model, data, np.random.default_rng(3)).item())
     for found in workers(trained_with, 2, root, LOSSES, (3, 3)):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def scaled(model, data, k):
+    return model(data.x, data.edge_index).square().mean() * (1 + k)
+
+
+def temperature(model, data, k):
+    return F.cross_entropy(model(data.x, data.edge_index) / torch.tensor(1.0 + k), data.y)
+
+
+def weights_of_classes(model, data, k):
+    weight = torch.tensor([1.0, 1 + k, 2.0], dtype=torch.float64)
+    return F.cross_entropy(model(data.x, data.edge_index), data.y, weight)
+
+
+def smoothing(model, data, k):
+    return F.cross_entropy(model(data.x, data.edge_index), data.y, label_smoothing=0.1 + k / 10)
+
+
+def learned(model, data, k):
+    scale = torch.nn.Parameter(torch.full([3], 1.0 + k, dtype=torch.float64))
+    return (model(data.x, data.edge_index) * scale).square().mean()
+
+
+def learned_map(model, data, k):
+    weight = torch.nn.Parameter(torch.full([90, 3], 1.0 + k, dtype=torch.float64))
+    return F.linear(model(data.x, data.edge_index), weight).square().mean()
+
+
+def bound(model, data, k):
+    return model(data.x, data.edge_index)[data.x[:, 0] > k / 10].square().mean()
+
+
+def rate(model, data, k):
+    return model(F.dropout(data.x, 0.3 + k / 5), data.edge_index).square().mean()
+
+
+def rows_up_to(model, data, k):
+    return model(data.x, data.edge_index)[: 20 + k].square().mean()
+
+
+def column(model, data, k):
+    return model(data.x, data.edge_index)[:, k].square().mean()
+
+
+def target(model, data, k):
+    wanted = torch.tensor([1.0, 1 + k, 2.0], dtype=torch.float64)
+    return F.mse_loss(model(data.x, data.edge_index).mean(0), wanted)
+
+
+def hooked(model, data, k):
+    out = model(data.x, data.edge_index)
+    out.register_hook(lambda gradient: gradient * (1 + k))
+    return out.square().mean()
+
+
+def trained_beside(root, loss, differ):
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 3).double())
+    value = loss(model, data, int(differ and pyg_sar.comm.current().rank == 1))
+    value.backward()
+    return value.item()
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_numbers_beside_rows_that_differ(begin, tmp_path):
+    root = Partitions(tmp_path)(make_graph(), 2)
+    losses = (scaled, temperature, weights_of_classes, smoothing, learned, learned_map, bound)
+    for loss in (*losses, rate, rows_up_to, column, target, hooked)[:: 1 if begin is parts else 12]:
+        with pytest.raises(WorkerError, match="different numbers beside tensors of the graph"):
+            begin(trained_beside, 2, root, loss, True)
+        torch.manual_seed(0)
+        data = make_graph()
+        torch.manual_seed(0)
+        expected = loss(GAT(data.x.size(1), 4, 2, 3).double(), data, 0).item()
+        assert begin(trained_beside, 2, root, loss, False) == pytest.approx(
+            [expected] * 2, rel=1e-9
+        )
 
 
 class Several:

@@ -81,6 +81,8 @@ class Communicator(ABC):
         """Tells the state of the random generators after the last draw of rows of all workers."""
         self.plain = 0
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
+        self.beside = 0
+        """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
         self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         """Those tensors, and what counted writes into them."""
         self.in_layer = False

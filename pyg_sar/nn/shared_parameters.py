@@ -67,12 +67,12 @@ class SharedParameters:
     def settings(self, comm: Communicator) -> list[str]:
         """Returns a line for each plain attribute of the layers, alike on all workers.
 
-        And one for what plain tensors held of which rows were taken, and one for the state that
-        random generators had when dropout, say, drew last.
+        And one for what plain tensors held of which rows were taken, one for what stood beside
+        rows, and one for the state that random generators had when dropout, say, drew last.
         """
         rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
-        told = f"plain tensors: {comm.plain}", f"state of the random generators: {comm.drawn}"
-        return [*rows, *told]
+        plain, beside = f"plain tensors: {comm.plain}", f"beside rows: {comm.beside}"
+        return [*rows, f"state of the random generators: {comm.drawn}", plain, beside]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
         """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors.rows import unlike_plain
 from pyg_sar.wording import counted
 
 # Rows that a worker owns ######################################################
@@ -114,10 +116,15 @@ def differ(found: Sequence[Any]) -> bool:
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
-def _processor(device: torch.device) -> str:
-    """Returns what tells kinds of processors apart."""
+def _processor(device: torch.device) -> tuple[str, str]:
+    """Returns what tells kinds of processors apart, and their model and number of threads."""
     kind = torch.backends.cpu.get_cpu_capability()
-    return kind if device.type != "cuda" else f"{kind} {torch.cuda.get_device_name(device)}"
+    if device.type == "cuda":
+        kind = f"{kind} {torch.cuda.get_device_name(device)}"
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    model = next((line for line in lines if line.startswith("model name")), "")
+    return kind, f"{model}, {torch.get_num_threads()} threads"
 
 
 @torch.no_grad()
@@ -132,9 +139,13 @@ def reconcile(
         ValueError: on every worker, for larger ones, with the tensor's name and the ranks; for
             a setting that differs, with its layer and the ranks.
     """
-    processors = set(comm.all_gather_object(_processor(comm.device)))
-    if len(processors) > 1:  # These round in other ways what was computed alike.
-        settings = [line for line in settings if not line.startswith("plain tensors")]
+    # Unlike processors round in other ways what was computed alike.
+    kinds, models = map(set, zip(*comm.all_gather_object(_processor(comm.device)), strict=True))
+    rounded = (
+        "beside rows" if len(models) > 1 else None,
+        "plain tensors" if len(kinds) > 1 else None,
+    )
+    settings = [line for line in settings if line.partition(":")[0] not in rounded]
     unlike = first_difference(settings, comm)
     if unlike is not None:
         rank, here, first = unlike
@@ -145,12 +156,14 @@ def reconcile(
                 "torch.manual_seed() alike on all workers, and draw nothing on some of them alone"
             )
         if here.startswith("plain tensors"):
+            raise ValueError(unlike_plain(f"Rank {rank} and rank 0", comm))
+        if here.startswith("beside rows"):
             raise ValueError(
-                f"Rank {rank} and rank 0 hold different values in a plain tensor beside tensors of "
-                f"the graph (this is rank {comm.rank}): in ids or a mask that choose nodes, or in "
-                "a row for each node, say. Seed what draws it alike on all workers (also "
-                "numpy.random and random, which torch.manual_seed() doesn't seed), or take it from "
-                "the data"
+                f"Rank {rank} and rank 0 got different numbers beside tensors of the graph (this "
+                f"is rank {comm.rank}): weights of classes or of a loss, say, a temperature, a "
+                "bound, a rate of dropout, or a learned tensor outside of the model, or called "
+                "other operators. Do the same on all workers, and seed what draws numbers (also "
+                "numpy.random and random, which torch.manual_seed() doesn't seed)"
             )
         raise ValueError(
             f"A layer's attribute differs between the {comm.members}: '{here}' at {comm.member} "

@@ -15,22 +15,25 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
+from pyg_sar.ledger import Label
 from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, ToLocal, rows_at
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import Rows, note_first
 
 _LABEL = ("", "backward", "gradient sum")
 
 
-class _Total(torch.autograd.Function):
-    """The sum over workers, which every worker then holds: its adjoint is the identity."""
+class Total(torch.autograd.Function):
+    """The sum over workers, which every worker then holds: its adjoint is :class:`Shared`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        return comm.all_reduce(x.detach().clone(), label=_LABEL)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label = _LABEL) -> Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(x.detach().clone(), label=label)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        note_first(gradient, ctx.comm)
+        return Shared.apply(ctx.comm, gradient)[0], None, None
 
 
 class Shared(torch.autograd.Function):
@@ -67,6 +70,8 @@ def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tens
                 rest.append(k)
             else:
                 found[k] = model.take(name, value, comm)
+    for k in rest:
+        note_first(values[k], comm)
     taken = Shared.apply(comm, *(values[k] for k in rest)) if rest else ()
     for k, value in zip(rest, taken, strict=True):
         found[k] = value
@@ -93,7 +98,7 @@ def summed_gradients(
             for k, g in zip(places, given, strict=True)
         ]
         parts.append(like.new_tensor([float(g is not None) for g in given]))
-        total = _Total.apply(torch.cat(parts), comm)
+        total = Total.apply(torch.cat(parts), comm)
         *sums, holders = total.split([part.numel() for part in parts])
         for k, part, count in zip(places, sums, holders.tolist(), strict=True):
             totals[k] = part.view(values[k].shape) if count else None

@@ -334,6 +334,10 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
         changed["index"] = whole(index, name) if by_axis else own(index, rows, axis)
         out = called(func, changed)
         return target if writes else wrap(out, rows, axis)
+    if name == "index_add" and isinstance(target, NodeTensor):
+        scaled = values if given["alpha"] == 1 else values * given["alpha"]
+        put = _PUT if writes else torch.ops.aten.index_put.default
+        return put(target, [*[None] * dim, index], scaled, True)
     adds = name in ("scatter_add", "index_add") or given.get("reduce") in ("sum", "add")
     if isinstance(target, NodeTensor) or not adds or not isinstance(values, Tensor):
         return _scatter_gathered(func, args, kwargs, writes)

@@ -24,6 +24,11 @@ PyTorch switches the look at them off where it calls a rule, so it is switched o
 [Note: versions] So it does with versions, by which autograd, and kernels that read their output
 again, notice what is written between a forward and its backward pass. What was saved may be a
 worker's own rows: operators that write, and views, count for these, too.
+
+[Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
+be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
+taken of is, and the next sum of gradients compares the notes. Gradients are where losses were
+scaled, and where a backward pass begins.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
-from pyg_sar.tensors.rows import Rows, Writes, note_plain
+from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -150,7 +155,8 @@ class NodeTensor(Tensor):
         """
         if self.edges is not None:
             return cast(Tensor, self.edges.index)
-        return cast(Tensor, ToLocal.apply(self, self.local, self.rows, self.axis))
+        rows, axis = self.rows, self.axis
+        return cast(Tensor, ToLocal.apply(self, rows_at(self, rows, axis), rows, axis))
 
     def full_tensor(self) -> Tensor:
         """Returns all rows in the graph's order on every worker, differentiable. Collective.
@@ -167,10 +173,10 @@ class NodeTensor(Tensor):
             found = RULES.get(_full_name(func), refused)
         if found is not None:
             return found(func, args, kwargs or {})
-        if isinstance((kwargs or {}).get("out"), Tensor):
-            return _into_out(func, args, dict(kwargs))
+        if kwargs:
+            return as_it_is(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -188,8 +194,16 @@ class NodeTensor(Tensor):
             found = refused
         kwargs = kwargs or {}
         own = next((one for one in args if isinstance(one, NodeTensor)), None)
-        if own is not None and own.rows.comm.host is not None:
-            own.rows.check_part()
+        if own is not None and own.rows.comm.world_size > 1:
+            comm = own.rows.comm
+            if comm.host is not None:
+                own.rows.check_part()
+            read = args[func._schema.is_mutable :]  # What is written may hold anything before.
+            for value in (*read, *kwargs.values()):  # See [Note: the same beside rows].
+                if isinstance(value, int | float):
+                    comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN
+                elif isinstance(value, Tensor) and not isinstance(value, NodeTensor):
+                    note_first(value, comm)
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
@@ -281,12 +295,22 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
     if not isinstance(x, NodeTensor):
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
+    if x.origin is not None:
+        _check_copies(NodeTensor.to_local, x, None)
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
             f"{axis} is asked for (rank {rows.comm.rank})"
         )
     return x.local if x.rows.same(rows) else x.rows.moved(x.local, axis, rows)
+
+
+def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function, whose operators are then taken below autograd."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return _into_out(func, args, dict(kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:

@@ -6,11 +6,15 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.tensors.boundary import Total, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
+    as_it_is,
     by_gathering,
+    method,
     node_tensors,
     refusal,
     rule,
@@ -99,6 +103,58 @@ def _mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
         widened(local if kind == local.dtype else local.to(kind)).sum(dims, keepdim), source.rows
     )
     return as_kind(total / count if count else total * float("nan"), kind)
+
+
+@method(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+def _learning(func: Any, args: Any, kwargs: Any) -> Any:
+    """Sums over rows, whose gradient each worker makes for its own rows alone.
+
+    That of PyTorch's operators is made of the plain result's, with all rows.
+    """
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    source, dim = given.pop("input", None), given.pop("dim", None)
+    keepdim = bool(given.pop("keepdim", False))
+    axes = [dim] if isinstance(dim, int) else dim or []
+    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
+    if given or not learns or len(args) > 3 or not all(type(axis) is int for axis in axes):
+        return as_it_is(func, args, kwargs)
+    valid = all(-source.dim() <= axis < source.dim() for axis in axes)
+    dims, rows = _dims(source, dim) if valid else [], source.rows
+    inside = torch._C._functorch.maybe_current_level() is not None
+    if source.axis not in dims or rows.comm.world_size == 1 or inside:
+        return as_it_is(func, args, kwargs)
+    local = widened(to_local(source, rows, source.axis)).sum(dims, keepdim)
+    out = Total.apply(local, rows.comm, ("", "", "node tensors"))
+    if func in (torch.mean, Tensor.mean):
+        out = out / math.prod(source.size(d) for d in dims)
+    return as_kind(out, source.dtype)
+
+
+@method(torch.var_mean, torch.std_mean)
+def _both(func: Any, args: Any, kwargs: Any) -> Any:
+    given = dict(zip(("input", "dim", "unbiased", "keepdim"), args, strict=False)) | kwargs
+    if isinstance(given.get("dim"), bool) or not isinstance(given["input"], NodeTensor):
+        return as_it_is(func, args, kwargs)
+    spread = torch.var if func is torch.var_mean else torch.std
+    mean = _learning(
+        torch.mean, (given["input"], given.get("dim"), given.get("keepdim", False)), {}
+    )
+    return as_it_is(spread, args, kwargs), mean
+
+
+@method(
+    *(F.l1_loss, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss),
+    *(F.margin_ranking_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss),
+    *(F.cosine_embedding_loss, F.multilabel_soft_margin_loss, F.multi_margin_loss),
+)
+def _reduced_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Losses that are a mean or a sum of each element's, or row's, inside of one function."""
+    how = kwargs.get("reduction", "mean")
+    other = ("weight", "size_average", "reduce")
+    if len(args) > 3 or how == "none" or any(kwargs.get(name) is not None for name in other):
+        return as_it_is(func, args, kwargs)
+    each = as_it_is(func, args, {**kwargs, "reduction": "none"})
+    return each.mean() if how == "mean" else each.sum() / (each.size(0) if how[0] == "b" else 1)
 
 
 def _identity(dtype: torch.dtype, op: str) -> float | int | bool:

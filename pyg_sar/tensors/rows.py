@@ -57,6 +57,7 @@ def written(tensor: Tensor) -> int:
 
 
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
+_FIRST = 2**12  # numbers that are read of what operators and gradients hold
 
 
 def note_plain(tensor: Tensor, comm: Communicator) -> None:
@@ -64,29 +65,59 @@ def note_plain(tensor: Tensor, comm: Communicator) -> None:
 
     All workers must hold the same. The next sum of gradients compares what they have noted
     (:meth:`pyg_sar.nn.shared_parameters.SharedParameters.settings`), so that nothing more is sent.
+    Of a gradient, and of what learns, the first numbers tell.
 
     Args:
-        tensor: The tensor. What is computed from parameters is compared with these.
+        tensor: The tensor.
         comm: The workers.
     """
-    if comm.world_size == 1 or tensor.requires_grad or tensor.layout != torch.strided:
+    if comm.world_size == 1 or tensor.layout != torch.strided:
         return
-    if torch._C._current_graph_task_id() != -1:
-        return  # A gradient, in a backward pass.
+    if tensor.requires_grad or torch._C._current_graph_task_id() != -1:
+        note_first(tensor, comm)
+        return
     version = version_of(tensor)
     if version >= 0 and comm.noted.get(tensor) == version:
         return
-    whole = tensor.detach()
-    for axis in reversed(range(whole.dim() if whole.numel() else 0)):
-        if whole.stride(axis) == 0:  # Repeated, as gradients of sums are: one of them tells all.
-            whole = whole.select(axis, 0)
-    words = whole.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    words = _words(tensor)
     mark = zlib.crc32(words[:_COMPARED].cpu().numpy().tobytes(), comm.plain)
     if words.numel() > _COMPARED:
         even = words[_COMPARED : words.numel() // 4 * 4].view(torch.int32)
         mark = zlib.crc32(repr(int(even.sum(dtype=torch.int64))).encode(), mark)
     comm.plain = mark
     comm.noted[tensor] = version
+
+
+def note_first(tensor: Tensor, comm: Communicator) -> None:
+    """Notes the first numbers of a plain tensor beside rows of workers, as a weight is.
+
+    A GPU's are not read, for which it would have to be waited.
+    """
+    if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
+        while tensor.numel() > _FIRST:
+            axis = next(d for d, n in enumerate(tensor.shape) if n > 1)
+            fewer = tensor.size(axis) * _FIRST // tensor.numel()
+            tensor = tensor.narrow(axis, 0, max(fewer, 1))
+        comm.beside = zlib.crc32(_words(tensor).numpy().tobytes(), comm.beside)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor; of what is repeated, as in gradients of sums, once."""
+    whole = tensor.detach()
+    for axis in reversed(range(whole.dim() if whole.numel() else 0)):
+        if whole.stride(axis) == 0:
+            whole = whole.select(axis, 0)
+    return whole.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def unlike_plain(ranks: str, comm: Communicator) -> str:
+    """Returns the error of workers that hold different plain tensors."""
+    return (
+        f"{ranks} hold different values in a plain tensor beside tensors of the graph (this is "
+        f"rank {comm.rank}): in ids or a mask that choose nodes, or in a row for each node, say. "
+        "Seed what draws it alike on all workers (also numpy.random and random, which "
+        "torch.manual_seed() doesn't seed), or take it from the data"
+    )
 
 
 def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
@@ -158,6 +189,8 @@ class Rows:
         source: Their numbers among this worker's rows of the parent, ``[count]``.
         compared: Of nodes of a message flow graph: the layers whose models were shown to compute
             the same on the whole graph.
+        parts: Of joined rows each part by its place: its layout, and its first row's number here.
+        shared: Whether all workers hold a tensor of these rows.
     """
 
     def __init__(
@@ -168,6 +201,8 @@ class Rows:
         self.parent: Rows | None = None
         self.source: Tensor | None = None
         self.compared: WeakSet[Any] | None = None
+        self.parts: dict[tuple[int, int], tuple[Rows, int]] = {}
+        self.shared = False
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -398,7 +433,9 @@ class Rows:
 
         def make() -> Rows:
             ids = torch.arange(first, last, device=self.comm.device)
-            return Rows(self.comm, total, last - first, ids)
+            rows = Rows(self.comm, total, last - first, ids)
+            rows.shared = True
+            return rows
 
         return self.keep(("share", total), None, make)
 
@@ -411,7 +448,11 @@ class Rows:
             def ids() -> Tensor:
                 return torch.cat([p.ids + s for p, s in zip(parts, starts, strict=False)])
 
-            return Rows(self.comm, starts[-1], sum(p.count for p in parts), ids)
+            here = list(accumulate((p.count for p in parts), initial=0))
+            rows = Rows(self.comm, starts[-1], here[-1], ids)
+            for part, start, first in zip(parts, starts, here, strict=False):
+                rows.parts[start, start + part.total] = part, first
+            return rows
 
         return self.keep(("joined", *map(id, others)), others, make)
 
@@ -526,6 +567,8 @@ class Rows:
         asked = all_to_all(list(ids[order].split(counts)), comm)
         answers = [self._directory[part - span * comm.rank] for part in asked]
         found = torch.cat(all_to_all(answers, comm))
+        if found.numel() and int(found.min()) < 0:  # No worker holds such a row.
+            raise DistributedIndexError(unlike_plain("Workers", comm))
         places = torch.empty_like(found)
         places[order] = found
         return places[:, 0], places[:, 1]

@@ -20,7 +20,7 @@ from pyg_sar.tensors.node_tensor import (
 )
 from pyg_sar.tensors.operands import arguments, own, wrap
 from pyg_sar.tensors.pointwise import known_rows
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import Rows, note_plain
 
 
 def resized(shape: Sequence[int], numel: int) -> list[int]:
@@ -170,6 +170,10 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
             return kept
     elif (start, step) == (0, 1) and stop >= source.size(dim):
         return wrap(source.local[:], source.rows, source.axis)
+    part, first = source.rows.parts.get((start, stop), (None, 0))
+    if part is not None and step == 1:  # As in the backward pass of what joined them.
+        local = source.local.narrow(dim, first, part.count)
+        return part.whole(local, dim, "cat()") if part.shared else wrap(local, part, dim)
     rows = source.rows.sliced(start, max(stop, start), step)
     return wrap(source.local.index_select(dim, rows.source), rows, source.axis)
 
@@ -249,6 +253,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
                 raise refusal(func, "joins rows along different axes", *tensors)
             parts.append((tensor.local, tensor.rows))
         else:
+            note_plain(tensor, first.rows.comm)
             rows = first.rows.share(tensor.size(dim))
             parts.append((rows.cut(tensor, dim), rows))
     rows = parts[0][1].joined([r for _, r in parts[1:]]) if len(parts) > 1 else parts[0][1]
