@@ -20,8 +20,7 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.tools import cli, start
-from pyg_sar.tools import run as demo
+from pyg_sar.tools import cli, demo, start
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
 from pyg_sar.train.checkpoint import load_checkpoint

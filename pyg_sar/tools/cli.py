@@ -23,16 +23,15 @@ from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
+from pyg_sar.tools.demo import DemoConfig, run_demo
 from pyg_sar.tools.graphs import load_graph, names_in
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import (
-    DemoConfig,
     ModelConfig,
     RunConfig,
     classes_of,
-    run_demo,
     say_kept,
     train_worker,
 )
