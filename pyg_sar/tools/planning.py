@@ -32,12 +32,11 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.tools import plan_runs
 from pyg_sar.tools.forecasts import Forecast, Machine, Plan
 from pyg_sar.tools.graphs import load_graph, names_in, parse_source
-from pyg_sar.tools.models import MODELS, imported_model
+from pyg_sar.tools.models import MODELS, call_with, imported_model
 from pyg_sar.tools.plan_runs import Samples
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
-from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
 
 Partition = str | os.PathLike[str] | PublishedPartition
