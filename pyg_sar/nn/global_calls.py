@@ -38,7 +38,6 @@ from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.message_checks import MixedEdgesError
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     refuse_entry,
@@ -531,8 +530,8 @@ class GlobalPropagation(DistMessagePassing):
                 # A user's update waits meanwhile: it is to get all nodes.
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                     out = super().propagate(edges, **local)
-        except MixedEdgesError as error:
-            if not has_own(self, "aggregate") or self.explain:
+        except DistributedIndexError as error:
+            if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
@@ -547,7 +546,7 @@ class GlobalPropagation(DistMessagePassing):
         return cast(Tensor, out)
 
     def _on_whole_graph(
-        self, edge_index: Any, kwargs: dict[str, Any], why: MixedEdgesError | None = None
+        self, edge_index: Any, kwargs: dict[str, Any], why: DistributedIndexError | None = None
     ) -> Tensor:
         """Runs PyG's own ``propagate`` on tensors of the whole graph, of nodes and of edges.
 
@@ -555,7 +554,7 @@ class GlobalPropagation(DistMessagePassing):
         one: NBFNet's, say. Each operator's rule gives the whole graph's numbers.
         """
         if why is not None:
-            vars(self)["_mixes_edges"] = True
+            self.__dict__.update(_mixes_edges=True)
             warnings.warn(
                 f"{why}. So it runs on tensors of the whole graph: each worker holds the messages "
                 "of all its edges, as with SARPolicy(mode=3)",
