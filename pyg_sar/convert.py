@@ -229,7 +229,8 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
             )
     if comm.across is not None:
         refuse_wrapped(model)
-        _check_norms_of_replicas(model)
+        for name, module in modules.items():
+            _check_process_group(name, module)
     for module in modules.values():
         if isinstance(module, MessagePassing):
             refuse_entry(module, comm.rank)
@@ -243,25 +244,18 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
         _check_norm(name, module, module in within)
 
 
-def _check_norms_of_replicas(model: torch.nn.Module) -> None:
-    """Refuses norms over the rows of all replicas."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            raise ValueError(
-                f"'{name}' (SyncBatchNorm) takes statistics over the rows of all replicas, which "
-                "is not supported: use torch.nn.BatchNorm1d, which takes those of each replica's "
-                "own graph"
-            )
-
-
-def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
-    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
+def _check_process_group(name: str, module: torch.nn.Module) -> None:
     group = getattr(module, "process_group", None)
     if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
         raise ValueError(
             f"'{name}' (SyncBatchNorm) has a 'process_group' of its own; statistics are over all "
             "workers: leave it at None"
         )
+
+
+def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
+    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
+    _check_process_group(name, module)
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
     known = type(module) in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
     if not within or not isinstance(module, OVER_ROWS) or known or per_node:

@@ -77,6 +77,9 @@ class StoreError(PygSarError):
 class DistributedIndexError(PygSarError):
     """An operation on a distributed index has no distributed meaning here."""
 
+    mixes_edges = False
+    """A layer's message can't be computed from each worker's own edges; all workers raise it."""
+
 
 class OneShotWarning(UserWarning):
     """A layer fetches its whole halo at once because its messages can't be computed in parts."""

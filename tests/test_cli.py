@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,20 +11,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn
 from safetensors.torch import load_file
 from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.tools import cli, start
-from pyg_sar.tools import run as demo
-from pyg_sar.tools.models import MODELS, build_model
-from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.tools import cli, demo, load_graph, start
+from pyg_sar.tools.models import MODELS, build_model, imported_model
+from pyg_sar.tools.run import ModelConfig, RunConfig, _metrics, train_seeds, train_worker
+from pyg_sar.train.callbacks import TensorBoard
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import read_metrics
@@ -106,9 +109,6 @@ def test_help_tells_sources_hosts_and_defaults(capsys):
         text = " ".join(capsys.readouterr().out.split())  # Lines may break anywhere.
         assert all(word in text for word in words), command
         assert "None" not in text
-    with pytest.raises(SystemExit) as end:
-        cli.main(["train", "--parts", "p", "--model", "mlp"])
-    assert end.value.code == cli.EXIT_USAGE
 
 
 # train #######################################################################
@@ -187,6 +187,228 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     assert "leave it out" in usage_error(capsys, *train, "--workers", "1")
     monkeypatch.setenv("RANK", "5")
     assert "RANK=5 must be between 0 and 0" in usage_error(capsys, *train)
+
+
+# train: options, metrics, models of one's own #################################
+
+NET = """
+import torch
+from torch_geometric.nn import GraphConv
+
+
+class Net(torch.nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        columns = 4 if data.y.dim() == 1 else data.y.size(1)
+        columns = 1 if data.y.dim() == 1 and data.y.is_floating_point() else columns
+        self.first = GraphConv(data.num_features, 8).double()
+        self.last = GraphConv(8, columns).double()
+
+    def forward(self, x, edge_index, edge_weight):
+        return self.last(self.first(x, edge_index, edge_weight).tanh(), edge_index, edge_weight)
+"""
+
+
+def graph_of(kind: str) -> Data:
+    """A graph in float64 with weights, whose targets are classes, labels or numbers."""
+    data = load_graph("synthetic:nodes=200,degree=6,features=8,classes=4", seed=3)
+    data.x = data.x.double()
+    draw = torch.Generator().manual_seed(0)
+    data.edge_weight = torch.rand(data.num_edges, dtype=torch.float64, generator=draw)
+    values = data.x @ torch.randn(8, 3, dtype=torch.float64, generator=draw)
+    if kind == "labels":
+        data.y = (values > 0).long()
+    elif kind == "yes or no":
+        data.y = (values[:, 0] > 0).long()
+    elif kind == "numbers":
+        data.y = values[:, 0]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "metric"),
+    [
+        ("classes", "cross_entropy", "auc"),
+        ("classes", "cross_entropy", "f1"),
+        ("labels", "bce", "ap"),
+        ("yes or no", "bce", "auc"),
+        ("numbers", "mse", "r2"),
+        ("numbers", "mae", "mae"),
+    ],
+)
+def test_own_models_and_metrics_are_those_of_one_process(kind, loss, metric, tmp_path):
+    """``pyg-sar train`` with a model in a file, against a loop of PyTorch and torchmetrics."""
+    functional = pytest.importorskip("torchmetrics").functional
+    data = graph_of(kind)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    (tmp_path / "net.py").write_text(NET)
+    model = f"{tmp_path}/net.py:Net"
+    options = {"parts": tmp_path / "parts", "model": model, "args": ["x", "edge_index"]}
+    options["args"].append("edge_weight")
+    options |= {"loss": loss, "metric": metric, "epochs": 6, "report": tmp_path / "report"}
+    options |= {"lr": 0.05, "patience": 2, "quiet": True, "weight-decay": 0}
+    (tmp_path / "run.json").write_text(json.dumps(options, default=str))
+    assert cli.main(["train", "--config", str(tmp_path / "run.json")]) == 0
+    summary = json.loads((tmp_path / "report" / "summary.json").read_text())
+
+    torch.manual_seed(0)
+    data.y = y = data.y if kind == "classes" else data.y.double()
+    net = imported_model(model, data)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    losses = {"cross_entropy": F.cross_entropy, "mse": F.mse_loss, "mae": F.l1_loss}
+    losses["bce"] = F.binary_cross_entropy_with_logits
+    measures = {
+        "auc": lambda p, t: functional.auroc(p, t.long(), **task),
+        "f1": lambda p, t: functional.f1_score(p, t.long(), average="macro", **task),
+        "ap": lambda p, t: functional.average_precision(p, t.long(), **task),
+        "r2": lambda p, t: 1 - ((p - t) ** 2).sum() / ((t - t.mean()) ** 2).sum(),
+        "mae": lambda p, t: (p - t).abs().mean(),
+    }
+    task = {"classes": {"task": "multiclass", "num_classes": 4}, "yes or no": {"task": "binary"}}
+    task = task.get(kind, {"task": "multilabel", "num_labels": 3})
+    scale = {"classes": lambda p: p.softmax(1), "numbers": lambda p: p}
+    scale = scale.get(kind, lambda p: p.sigmoid())
+
+    def rows(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = net(data.x, data.edge_index, data.edge_weight)[mask]
+        return (out if kind in ("classes", "labels") else out.squeeze(1)), y[mask]
+
+    expected: list[tuple[float, dict[str, float]]] = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        losses[loss](*rows(data.train_mask)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            scores = {}
+            for split in ("train", "val", "test"):
+                pred, target = rows(data[f"{split}_mask"])
+                scores[f"{split}_{metric}"] = float(measures[metric](scale(pred), target))
+        expected.append(((-1 if metric == "mae" else 1) * scores[f"val_{metric}"], scores))
+    for line, (_, scores) in zip(read_metrics(tmp_path / "report"), expected, strict=False):
+        tolerance = {"rel": 1e-5} if metric in ("auc", "f1", "ap") else {"rel": 1e-10}
+        assert {name: line[name] for name in scores} == pytest.approx(scores, **tolerance)
+    done = summary["epochs"]
+    best = max(range(done), key=lambda epoch: (expected[epoch][0], -epoch))
+    assert summary["best_epoch"] == best + 1
+    assert summary["stopped_early"] == (done < 6)
+    assert done == 6 or done - summary["best_epoch"] == 2
+
+
+def test_metrics_that_do_not_fit(tmp_path, capsys, monkeypatch):
+    for kind in ("classes", "labels", "numbers"):
+        data = graph_of(kind)
+        pyg_sar.write_partitions(data, 1, tmp_path / kind)
+    (tmp_path / "net.py").write_text(NET)
+
+    def error(kind: str, *options: str) -> str:
+        train = ["train", "--parts", str(tmp_path / kind), "--quiet", "--epochs", "1"]
+        return usage_error(capsys, *train, *options)
+
+    assert "holds numbers (torch.float64), no classes" in error("numbers", "--model", "gcn")
+    assert "--metric r2 does not go with --loss cross_entropy: give --loss mse or mae" in error(
+        "classes", "--metric", "r2"
+    )
+    assert "--metric auc does not go with --loss mse" in error(
+        "numbers", "--metric", "auc", "--loss", "mse"
+    )
+    assert "--loss bce takes targets of 0 and 1; data.y holds" in error(
+        "classes",
+        "--loss",
+        "bce",
+        "--model",
+        f"{tmp_path}/net.py:Net",
+        "--args",
+        "x,edge_index,edge_weight",
+    )
+    own = ["--model", f"{tmp_path}/net.py:Net"]
+    assert "--hidden 3 is of the models gat" in error("classes", *own, "--hidden", "3")
+    assert "has no function or class 'Nat'" in error("classes", "--model", f"{tmp_path}/net.py:Nat")
+    assert "--labels 0.5 is of the models" in error("classes", *own, "--labels", "0.5")
+    assert "--seeds 2 goes without --checkpoint" in error(
+        "classes", "--seeds", "2", "--checkpoint", str(tmp_path / "c")
+    )
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'pyg_sar\[metrics\]'"):
+        _metrics(RunConfig(parts="p", metric="f1"), 4)
+
+
+def test_options_in_a_file(parts, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"parts: {parts}1\nmodel: sage\nhidden: 4\nepochs: 3\nlr: 1e-3\nmfg: off\nquiet: yes\n"
+        f"report: {tmp_path}/r\nclip-norm: null\noverwrite: false\n"
+    )
+    assert cli.main(["train", "--config", str(file), "--epochs", "2"]) == 0
+    assert "2 epochs, last loss" in capsys.readouterr().out
+    settings = json.loads((tmp_path / "r" / "config.json").read_text())
+    assert settings["train"]["lr"] == 1e-3 and settings["model"]["name"] == "sage"
+    for text, message in (
+        ("hiden: 4\n", "hiden: there is no such option; did you mean 'hidden'"),
+        ("config: a\n", "config: there is no such option"),
+        ("- 4\n", "expected options by name (got list)"),
+        ("quiet: 3\n", "quiet: 3 is no value of --quiet"),
+        ("epochs: true\n", "epochs: True is no value of --epochs"),
+        ("a: [\n", "while parsing"),
+    ):
+        file.write_text(text)
+        assert message in usage_error(capsys, "train", "--config", str(file))
+    assert "No such file" in usage_error(capsys, "train", "--config", str(tmp_path / "no.json"))
+    (tmp_path / "o.toml").write_text("")
+    error = usage_error(capsys, "train", "--config", str(tmp_path / "o.toml"))
+    assert "expected a file .json, .yaml or .yml" in error
+
+
+def test_seeds(parts, tmp_path, capsys):
+    train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "2"]
+    several = [*train, "--seed", "3", "--seeds", "3", "--report", str(tmp_path / "r")]
+    assert cli.main(several) == 0
+    out = capsys.readouterr().out
+    assert "seed 3: 2 epochs" in out and "seed 5: 2 epochs" in out and "test_accuracy" in out
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["seeds"] == [3, 4, 5]
+    values = [best["test_accuracy"] for best in summary["best"]]
+    assert summary["mean"]["test_accuracy"] == pytest.approx(sum(values) / 3, abs=1e-12)
+    spread = float(torch.tensor(values, dtype=torch.float64).std())
+    assert summary["spread"]["test_accuracy"] == pytest.approx(spread, abs=1e-12)
+    assert cli.main([*train, "--seed", "4", "--report", str(tmp_path / "one")]) == 0
+    capsys.readouterr()
+    one, same = (read_metrics(tmp_path / folder) for folder in ("one", "r/seed-4"))
+    assert [m["loss"] for m in one] == [m["loss"] for m in same]
+    assert "'summary.json' of another run is there" in usage_error(capsys, *several)
+    assert cli.main([*several, "--overwrite"]) == 0
+
+
+def test_tensorboard(parts, tmp_path, capsys, monkeypatch):
+    written: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert folder == str(tmp_path / "tb") and purge_step == 1
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def close(self) -> None:
+            written.append(("closed", 0.0, 0))
+
+    train = ["train", "--parts", f"{parts}1", *SMALL, "--quiet", "--epochs", "2"]
+    train += ["--report", str(tmp_path / "r"), "--tensorboard", str(tmp_path / "tb")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
+        TensorBoard(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    fake = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    assert cli.main(train) == 0
+    lines = read_metrics(tmp_path / "r")
+    assert ("loss", lines[0]["loss"], 1) in written and written[-1][0] == "closed"
+    assert ("val_accuracy", lines[1]["val_accuracy"], 2) in written
 
 
 def test_fewer_workers_than_parts(parts, tmp_path, capsys):
@@ -272,7 +494,7 @@ def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
 
     def launched(fn, workers, config, **options):
         calls.append((workers, options))
-        return [train_worker(replace(config, parts=f"{parts}1"))]
+        return [train_seeds(replace(config, parts=f"{parts}1"))]
 
     monkeypatch.setattr(start, "launch", launched)
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "1"]

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from hetero_graphs import make_hetero
-from torch_geometric.nn import GAT, GraphSAGE
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GATConv, GraphSAGE
 
 import pyg_sar
+from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.store.part_store import CACHES
 from pyg_sar.tools import cli, plan_runs, planning, rates
@@ -25,7 +27,12 @@ from pyg_sar.tools.forecasts import (
 )
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.plan_runs import Samples
-from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
+from pyg_sar.tools.plan_sample import (
+    PublishedPartition,
+    estimated_partitions,
+    read_shapes,
+    write_sample,
+)
 from pyg_sar.tools.planning import parse_rate
 from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
 from pyg_sar.train.flow import call_model
@@ -328,10 +335,42 @@ def test_what_cannot_be_planned(root, tmp_path):
     with pytest.raises(ValueError, match=r"workers=\[3\] are more than any"):
         pyg_sar.plan(models()["gat"], root, workers=[3], rates=RATES)
     graph = load_graph("synthetic:nodes=30,degree=2,features=2")
-    for data, parts in ((graph, None), (root, [2])):
-        with pytest.raises(ValueError, match=r"parts=.* needs numbers of parts, such as \(2, 4\)"):
-            pyg_sar.plan(models()["gat"], data, parts=parts)
+    with pytest.raises(ValueError, match=r"parts=\[2\]: what is partitioned has its own number"):
+        pyg_sar.plan(models()["gat"], root, parts=[2])
     with pytest.raises(ValueError, match=r"parts=\[0\] must be numbers of parts"):
         pyg_sar.plan(models()["gat"], graph, parts=[0])
     with pytest.raises(ValueError, match="need at least one entry each"):
         pyg_sar.plan(models()["gat"], [])
+
+
+# A graph, no numbers of parts ####################################################
+
+
+def test_numbers_of_parts_are_suggested(tmp_path, monkeypatch, capsys):
+    """Counts are those of a partition; no more parts are tried than asked."""
+    data = load_graph("synthetic:nodes=400,degree=8,features=6")
+    found = estimated_partitions(data, 4)
+    assert [one.parts for one in found] == [2, 4]
+    pyg_sar.write_partitions(data, 4, tmp_path / "p", "coarsened")
+    parts = read_metadata(tmp_path / "p").parts
+    assert found[1].halo == 4 * max(part.num_halo for part in parts)
+    assert found[1].nodes == 4 * max(part.num_nodes for part in parts)
+    assert found[1].edges == 4 * max(part.num_edges for part in parts)
+    owner = assign_nodes(data.edge_index, 400, 4, "coarsened") // 2
+    pyg_sar.write_partitions(data, 2, tmp_path / "q", owner)
+    assert found[0].halo == 2 * max(p.num_halo for p in read_metadata(tmp_path / "q").parts)
+    monkeypatch.setattr(planning, "MOST_ESTIMATED", 2)
+    data.edge_attr = torch.rand(data.num_edges, 2)
+    model = GATConv(6, 4, edge_dim=2)
+
+    def call(model: torch.nn.Module, data: Data) -> torch.Tensor:
+        return model(data.x, data.edge_index, data.edge_attr)
+
+    plan = pyg_sar.plan(model, data, memory="1GiB", call=call)
+    assert [(one.parts, one.workers, one.mode) for one in plan.forecasts] == [("2 estimated", 2, 1)]
+    assert plan.best is not None
+    for options in ({"workers": [1]}, {"store": str(tmp_path)}):
+        with pytest.raises(ValueError, match="need partitions, or parts="):
+            pyg_sar.plan(model, data, memory="1GiB", call=call, **options)
+    assert cli.main(["plan"]) == 2
+    assert "takes a GRAPH, or --parts" in capsys.readouterr().err

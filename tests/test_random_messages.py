@@ -158,7 +158,8 @@ def test_random_messages(batch: int, tmp_path: Path):
     ran: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     for (program, _), found in zip(jobs, outcomes, strict=True):
-        key = "mixing" if program.mixes else program.kind
+        # An aggregate of its own runs between tensors of the whole graph, if need be.
+        key = "mixing" if program.mixes and not program.own else program.kind
         tried[key] += len(found)
         ran[key] += found.count("")
     assert ran["plain"] + ran["targets"] >= 0.95 * (tried["plain"] + tried["targets"]), (ran, tried)
@@ -173,7 +174,6 @@ REFUSED = [
     *programs("mixing", MIXING),
     *programs("numbering", NUMBERING),
     *[Program("local state", (line, "return x_j"), "", "sum") for line in LOCAL_STATE],
-    Program("own", ("return x_j",), OWN["joint"], "sum"),
 ]
 
 
@@ -186,6 +186,17 @@ def test_what_depends_on_other_edges_is_refused(tmp_path: Path):
         for reason in reasons:
             assert reason.startswith("DistributedIndexError: Random"), (program, reason)
             assert ": " in reason.partition("its ")[2], (program, reason)
+
+
+def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
+    """With messages, too, that depend on other edges: what runs is what one process says."""
+    policies = [SARPolicy(mode=3), *POLICIES[::2]]
+    mixing = [Program(p.kind, p.lines, OWN["joint"], "sum") for p in programs("mixing", MIXING)]
+    jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
+    wrong, outcomes = judge(tmp_path, 3, graph(), [*jobs, *((p, policies) for p in mixing)])
+    assert not wrong, wrong
+    assert not any(outcomes[0]), outcomes[0]
+    assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
 
 
 def test_sizes_that_are_numbers_are_the_graphs(tmp_path: Path):

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses
+from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DistributedSampler
-from torch_geometric.data import Data
+from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GAT, BatchNorm, GATConv, SAGEConv
 
 import pyg_sar
@@ -221,6 +221,75 @@ def test_replicas_train_as_one_process_that_averages(shape, samples, folders):
                 assert error(found[name], value) <= TOLERANCE, (run.__name__, rank, name)
 
 
+class Normed(torch.nn.Module):
+    """A batch norm of torch's and one of PyG's, which ``convert_sync_batchnorm`` both finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(CHANNELS, 8)
+        self.norm, self.other = torch.nn.BatchNorm1d(8), BatchNorm(8, momentum=None)
+        self.head = torch.nn.Linear(8, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.head(self.other(self.norm(self.conv(x, edge_index).tanh()).tanh()))
+
+
+def synchronized(roots: list[Path]) -> Any:
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(roots[comm.replica])
+    torch.manual_seed(0)
+    model: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Normed().double())
+    model = pyg_sar.distribute(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        node_losses(model(data.x, data.edge_index)).mean().backward()
+        optimizer.step()
+    found = state(model)
+    with torch.no_grad():
+        out = model.eval()(data.x, data.edge_index)
+    x = data.x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model.train()(x, data.edge_index).square().sum(), x)
+    problem = ""
+    if comm.world_size > 1:
+        try:
+            loss = model(x, data.edge_index).square().sum()
+            torch.autograd.grad(loss, x, create_graph=True)
+        except ValueError as error:
+            problem = str(error)
+    return comm.replica, found, whole(out), whole(gradient), problem
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_over_all_replicas(shape, samples, folders):
+    """The oracle has the replicas' graphs as one, whose loss is the mean of theirs."""
+    replicas, parts = shape
+    given = synchronized, replicas * parts, folders(parts)
+    workers = pyg_sar.launch(*given, replicas=replicas, timeout=60.0)
+    joint = Batch.from_data_list(samples[:replicas])
+    torch.manual_seed(0)
+    model = Normed().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(joint.x, joint.edge_index)
+        losses = [node_losses(out[joint.batch == r]).mean() for r in range(replicas)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    expected = state(model)
+    with torch.no_grad():
+        outputs = model.eval()(joint.x, joint.edge_index)
+    x = joint.x.clone().requires_grad_()
+    (gradients,) = torch.autograd.grad(model.train()(x, joint.edge_index).square().sum(), x)
+    for replica, found, out, gradient, problem in workers:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert error(found[name], value) <= TOLERANCE, name
+        assert error(out, outputs[joint.batch == replica]) <= TOLERANCE
+        assert error(gradient, gradients[joint.batch == replica]) <= TOLERANCE
+        assert ("reached a SyncBatchNorm" in problem) == (replicas > 1 and parts > 1)
+
+
 def overlapping(roots: list[Path]) -> Any:
     """Two models, of which one is distributed again with its parts, and a copy."""
     comm = pyg_sar.comm.current()
@@ -326,7 +395,8 @@ def refused(roots: list[Path]) -> list[str]:
     catch(unlike)
     catch(made_otherwise)
     catch(sparse)
-    catch(lambda _: pyg_sar.distribute(torch.nn.SyncBatchNorm(3)))
+    group = torch.nn.SyncBatchNorm(3, process_group=object())
+    catch(lambda _: pyg_sar.distribute(group))
     catch(lambda _: pyg_sar.distribute(pyg_sar.nn.NodeEmbedding(data.num_nodes, 2)))
     catch(lambda model: pyg_sar.Trainer(model, data))
     catch(lambda _: pyg_sar.init(replicas=4))
@@ -343,7 +413,7 @@ MESSAGES = (
     "'scale' differs between the replicas: replicas [1] hold other values than replica 0",
     "at replica 1, '",
     "is sparse at replica",
-    "'' (SyncBatchNorm) takes statistics over the rows of all replicas",
+    "'' (SyncBatchNorm) has a 'process_group' of its own",
     "'weight' has a row per node at replica",
     "Trainer trains on one graph, and this is replica",
     "replicas=4 at rank",

@@ -161,6 +161,44 @@ for loader in (DataLoader([dataset[0]], shuffle=True), DataLoader(dataset, num_w
             print(len(loader), data.batch.sum(), data.edge_index[:, 17].tolist())
 print(f"{torch.rand(1).item():.12f}")
 """,
+    "loader of many graphs": """
+from torch_geometric.loader import DataLoader
+from torch_geometric.nn import global_mean_pool
+g = torch.Generator().manual_seed(4)
+def graph(k):
+    edges = torch.randint(6 + k, (2, 20 + k), generator=g)
+    made = Data(x=torch.rand(6 + k, 5, generator=g), edge_index=edges, y=torch.tensor([k % 3]))
+    made.pull = torch.rand(20 + k, 2, generator=g)
+    return made
+graphs = [graph(k) for k in range(7)]
+class Pooled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = GATConv(5, 8, edge_dim=2), torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 3)
+    def forward(self, data):
+        x = self.norm(self.conv(data.x, data.edge_index, data.pull)).relu()
+        x = F.dropout(x, 0.3, self.training)
+        return self.head(global_mean_pool(x, data.batch))
+model = Pooled()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for options in ({"batch_size": 3, "shuffle": True}, {"batch_size": 1}, {"batch_size": 7}):
+    loader = DataLoader(graphs, num_workers=0, **options)
+    for epoch in range(2):
+        total = 0.0
+        for data in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(data), data.y)
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * data.num_graphs
+        print(f"{total / len(loader.dataset):.12f}", len(loader), data.num_nodes, data.ptr.tolist())
+model.eval()
+right = 0
+for data in DataLoader(graphs, batch_size=2):
+    right += int((model(data).argmax(1) == data.y).sum())
+print(right, f"{torch.rand(1).item():.12f}")
+""",
     "snapshots": """
 from pyg_sar.comm.group import current
 from torch_geometric.nn import ChebConv

@@ -11,7 +11,7 @@ from oracle import workers
 
 import pyg_sar
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.prediction_table import write_table
+from pyg_sar.tools.predict import write_table
 from pyg_sar.tools.tables import names_of
 
 csv = pytest.importorskip("pyarrow.csv")

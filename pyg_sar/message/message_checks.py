@@ -138,7 +138,7 @@ class RowAgreement:
         shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
         everyone = self.comm.all_gather_object([said, shape])
         for rank, (found, _) in enumerate(everyone):
-            self.refuse(found[0] if found else "", rank)
+            self.refuse(found[0] if found else "", rank, together=True)
         known = [found for found, _ in everyone if found]
         shapes = [found for _, found in everyone if found]
         rows = None
@@ -166,9 +166,11 @@ class RowAgreement:
         both = [sources, targets] if self.layer.flow == "source_to_target" else [targets, sources]
         return {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
 
-    def refuse(self, reason: str, rank: int) -> None:
-        """Raises where workers can't do what one process does."""
+    def refuse(self, reason: str, rank: int, *, together: bool = False) -> None:
+        """Raises where workers can't do what one process does; ``together``: all of them do."""
         if reason and self.comm.world_size > 1:
-            raise DistributedIndexError(
+            error = DistributedIndexError(
                 f"{self.title} can't run distributed (rank {rank}): {reason}"
             )
+            error.mixes_edges = together
+            raise error

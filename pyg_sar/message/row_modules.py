@@ -38,7 +38,7 @@ def has_foreign_module(layer: nn.Module) -> bool:
     Args:
         layer: A layer of PyG.
     """
-    if has_own_update(layer):
+    if has_own(layer, "update"):
         return True
     aggregates = isinstance(layer, Aggregation)
     aggregation: str | None = None
@@ -88,10 +88,10 @@ def replaced_entry(layer: Any) -> str:
     return ""
 
 
-def has_own_update(layer: nn.Module) -> bool:
-    """Returns whether a layer's ``update`` is a user's."""
+def has_own(layer: nn.Module, method: str) -> bool:
+    """Returns whether a layer's ``update``, say, is a user's."""
     return isinstance(layer, MessagePassing) and (
-        "update" in vars(layer) or not _is_pygs(type(layer).update)
+        method in vars(layer) or not _is_pygs(getattr(type(layer), method))
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -34,10 +35,10 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
-from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.row_modules import has_own_update, holds_foreign_module, update_asks_for_edges
+from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     refuse_entry,
     refuse_inner_hooks,
@@ -517,15 +518,22 @@ class GlobalPropagation(DistMessagePassing):
         edge_index = self._given_edges(edge_index)
         if size is not None:
             kwargs["size"] = size
+        if vars(self).get("_mixes_edges"):
+            return self._on_whole_graph(edge_index, kwargs)
         call = _Call(self, (edge_index,), kwargs)
-        with call.parameters(), own_rows_only():
-            (edges,), local = call.arguments((edge_index,), kwargs)
-            edges = self._local_edges(edges)
-            (edges,), local = _sharing(call, (edges,), local)
-            own_update = has_own_update(self) and not update_asks_for_edges(self)
-            # A user's update waits meanwhile: it is to get all nodes.
-            with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
-                out = super().propagate(edges, **local)
+        own_update = has_own(self, "update") and not update_asks_for_edges(self)
+        try:
+            with call.parameters(), own_rows_only():
+                (edges,), local = call.arguments((edge_index,), kwargs)
+                edges = self._local_edges(edges)
+                (edges,), local = _sharing(call, (edges,), local)
+                # A user's update waits meanwhile: it is to get all nodes.
+                with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
+                    out = super().propagate(edges, **local)
+        except DistributedIndexError as error:
+            if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
+                raise
+            return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
             out = call.results(out, (), {})
         else:
@@ -536,6 +544,24 @@ class GlobalPropagation(DistMessagePassing):
             found = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
+
+    def _on_whole_graph(
+        self, edge_index: Any, kwargs: dict[str, Any], why: DistributedIndexError | None = None
+    ) -> Tensor:
+        """Runs PyG's own ``propagate`` on tensors of the whole graph, of nodes and of edges.
+
+        A message that adds rows of nodes to those of edges, which its own ``aggregate`` knows, is
+        one: NBFNet's, say. Each operator's rule gives the whole graph's numbers.
+        """
+        if why is not None:
+            self.__dict__.update(_mixes_edges=True)
+            warnings.warn(
+                f"{why}. So it runs on tensors of the whole graph: each worker holds the messages "
+                "of all its edges, as with SARPolicy(mode=3)",
+                OneShotWarning,
+                stacklevel=3,
+            )
+        return cast(Tensor, MessagePassing.propagate(self, edge_index, **kwargs))
 
     def _given_edges(self, edge_index: Any) -> Any:
         """Returns the distributed edges that ``propagate`` is called with."""

@@ -18,7 +18,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from pyg_sar.comm.group import current
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.reduction.moments import (
     Moments,
@@ -284,22 +284,29 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
 
 
 class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
-    """:class:`torch.nn.SyncBatchNorm` over this run's workers, as :class:`DistBatchNorm1d`."""
+    """:class:`torch.nn.SyncBatchNorm` over this run's workers, as :class:`DistBatchNorm1d`.
+
+    With replicas its statistics are over the rows of all of them, which call it together.
+    """
 
     @between_graphs
     def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
         """See :meth:`DistBatchNorm1d.forward`; ``[N, C, *]``."""
         if not reduces_over_rows(self):
             return super().forward(input)
-        if not counts_all(self):
+        across = current().across
+        alone = current().world_size == 1 and across is not None  # A part is a whole graph.
+        if not counts_all(self) and not alone:
             single = allow_single_element and input.size(0) <= 1
             return _by_running(self, input) if single else super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        return _over_all_rows(self, input, allow_single_element)
+        return _over_all_rows(self, input, allow_single_element, across)
 
 
-def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tensor:
+def _over_all_rows(
+    norm: Any, input: Tensor, allow_single_element: bool, across: Communicator | None = None
+) -> Tensor:
     """Normalises by statistics over every axis but the channels', and over the workers."""
     if input.size(1) != norm.num_features:
         raise ValueError(
@@ -308,7 +315,7 @@ def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tens
         )
     last = input.movedim(1, -1)
     rows = last.reshape(-1, norm.num_features)
-    out, found = normalise(rows, norm.weight, norm.bias, norm.eps)
+    out, found = normalise(rows, norm.weight, norm.bias, norm.eps, across)
     total = int(found.count)
     if total <= 1 and allow_single_element:
         return _by_running(norm, input)

@@ -233,8 +233,9 @@ def _merged(
     size: int,
     order: int,
     comm: Communicator,
+    across: Communicator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers."""
+    """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers, and over replicas."""
     count = x.new_zeros(size, 1, dtype=torch.float64)
     count += x.size(0) if batch is None else batch.bincount(minlength=size).view(-1, 1)
     kernels = _kernels(x, batch) if order == 2 else None
@@ -255,16 +256,26 @@ def _merged(
     if kernels is None:
         mean = total / count.clamp(min=1)
         squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
+    count, mean, squares = _combined(count, mean, squares, order, comm)
+    if across is not None:
+        count, mean, squares = _combined(count, mean, squares, order, across)
+    return count.squeeze(1), mean, squares / count.clamp(min=1)
+
+
+def _combined(
+    count: Tensor, mean: Tensor, squares: Tensor, order: int, comm: Communicator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns counts, means and sums of squares about these, of all members' together."""
     mine = torch.cat([count, mean, squares][: 1 + order], dim=1)
     rows = torch.stack(comm.all_gather(mine, label=_LABEL))
     width = mean.size(1)
     counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + width]
-    whole = counts.sum(0).clamp(min=1)
-    mean = (counts * means).sum(0) / whole
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
     if order == 2:
         apart = counts * (means - mean).square()
         squares = (rows[:, :, 1 + width :] + apart).sum(0)
-    return counts.sum(0).squeeze(1), mean, squares / whole
+    return count, mean, squares
 
 
 def _sums(x: Tensor, batch: Tensor | None, size: int) -> Tensor:
@@ -342,7 +353,11 @@ class _Standardise(torch.autograd.Function):
 
 
 def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    across: Communicator | None = None,
 ) -> tuple[Tensor, Moments]:
     r"""Batch normalisation over the rows of all workers.
 
@@ -362,11 +377,13 @@ def normalise(
         weight: ``[F]``.
         bias: ``[F]``.
         eps: What is added to the variance.
+        across: The workers of this rank in all replicas, where statistics are over these, too: one
+            collective more in both passes.
 
     Returns:
         y, of the dtype of ``x``, and the moments, without a gradient.
     """
-    out, *found = _Normalise.apply(x, weight, bias, eps, current())
+    out, *found = _Normalise.apply(x, weight, bias, eps, current(), across)
     return out, Moments(*found)
 
 
@@ -381,13 +398,14 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         comm: Communicator,
+        across: Communicator | None,
     ) -> tuple[Tensor, ...]:
-        count, mean, variance = _merged(x.detach(), None, 1, 2, comm)
+        count, mean, variance = _merged(x.detach(), None, 1, 2, comm, across)
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
         out = _standardised(x, mean, scale, bias, None, x.dtype)
         ctx.save_for_backward(x, weight, bias, count, mean, inverse)
-        ctx.eps, ctx.comm = eps, comm
+        ctx.eps, ctx.comm, ctx.across = eps, comm, across
         ctx.mark_non_differentiable(count, mean, variance)
         return out, count, mean, variance
 
@@ -395,26 +413,34 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
         x, weight, bias, count, mean, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # Further derivatives go through the moments.
+            if ctx.across is not None:
+                raise ValueError(
+                    "create_graph=True reached a SyncBatchNorm, whose statistics are over all "
+                    f"replicas (replica {ctx.across.rank}): take torch.nn.BatchNorm1d, of each "
+                    "replica's own rows"
+                )
             _, mean, variance = _Moments.apply(x, None, 1, 2, ctx.comm)
             inverse = (variance + ctx.eps).rsqrt()
         total, scaled = _products(gradient, x, mean, None)
         of_weight = None if weight is None else (scaled * inverse).view_as(weight).to(weight.dtype)
         of_bias = None if bias is None else total.view_as(bias).to(bias.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None
+            return None, of_weight, of_bias, None, None, None
         sums = _sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
+        if ctx.across is not None:
+            sums = _sum_over_workers(sums, ctx.across, _LABEL_BACK)
         average, slope = sums / count.clamp(min=1)
         scale = inverse if weight is None else inverse * weight
         by_row = (mean, -inverse.square() * slope, average, scale)
         kernels = _kernels(x, None)
         if kernels is not None:
             result = kernels.scale_rows(x, mean, by_row[1] * scale, average, gradient, scale)
-            return result, of_weight, of_bias, None, None
+            return result, of_weight, of_bias, None, None, None
         shift, slope, average, scale = (_of_rows(values, x.dtype, None) for values in by_row)
         result = torch.empty_like(x)
         for part in _blocks(x):
             result[part] = ((x[part] - shift) * slope + (gradient[part] - average)) * scale
-        return result, of_weight, of_bias, None, None
+        return result, of_weight, of_bias, None, None, None
 
 
 def _standardised(

@@ -4,8 +4,8 @@ from pyg_sar.tools.comparison import VerifyReport
 from pyg_sar.tools.graph_sources import synthetic_graph
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.inference import propagate_features
+from pyg_sar.tools.models import call_with
 from pyg_sar.tools.predict import load_model
-from pyg_sar.tools.verify import call_with
 
 __all__ = [
     "VerifyReport",

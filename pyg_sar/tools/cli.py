@@ -23,22 +23,31 @@ from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
+from pyg_sar.tools.demo import DemoConfig, run_demo
 from pyg_sar.tools.graphs import load_graph, names_in
-from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import (
-    DemoConfig,
+    LOSSES,
+    METRICS,
     ModelConfig,
     RunConfig,
     classes_of,
-    run_demo,
+    over_seeds,
     say_kept,
-    train_worker,
+    train_seeds,
 )
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, levels_in, node_ids_of, on_workers, tell_agent
-from pyg_sar.tools.verify import call_with, verify
+from pyg_sar.tools.start import (
+    add_workers,
+    levels_in,
+    node_ids_of,
+    on_workers,
+    options_of_file,
+    tell_agent,
+)
+from pyg_sar.tools.verify import verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
@@ -59,6 +68,7 @@ _CLEAR_ERRORS = ("DivergedError", "CommTimeoutError")
 _COURTESY = 2.0  # seconds
 _OF_FEATURES = "columns of a table that become x, in this order: age income 'f*'"
 _OF_ROWS = "a row per node: .npy, or .parquet, .csv with the ids of nodes"
+_OF_ARGS = "attributes that the model takes: x,edge_index,edge_attr"
 _OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
 _OF_LEVELS = "what rows of attributes are: weight=edge,degree=node (see write_partitions)"
 
@@ -127,7 +137,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name (``sys.argv[1:]``).
     """
-    arguments = _parser().parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    try:
+        arguments = parser.parse_args(_with_file(parser, argv))
+    except (ImportError, OSError, ValueError) as error:
+        return _explain(error, "--debug" in argv)
     try:
         code: int = arguments.run(arguments)
     except KeyboardInterrupt as interrupt:
@@ -140,6 +155,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _explain(error, arguments.debug)
     sys.stdout.flush()
     return code
+
+
+def _with_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """Returns the arguments, before them the options of the file that ``--config`` names."""
+    if argv[:1] != ["train"]:
+        return argv
+    first = argparse.ArgumentParser(prog="pyg-sar train", add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    path = first.parse_known_args(argv)[0].config
+    if path is None:
+        return argv
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return ["train", *options_of_file(commands.choices["train"], path), *argv[1:]]
 
 
 def _explain(error: Exception, debug: bool) -> int:
@@ -222,22 +250,36 @@ def _graph(arguments: argparse.Namespace) -> Data | HeteroData:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
-    work: Callable[[RunConfig], TrainResult] = train_worker
+    work: Callable[[RunConfig], list[TrainResult]] = train_seeds
     with ExitStack() as stack:
         if config.checkpoint is not None and find_launcher() is not None:
-            work = partial(train_worker, stop=stack.enter_context(SignalNotice()))
+            work = partial(train_seeds, stop=stack.enter_context(SignalNotice()))
         try:
-            result, speaks = on_workers(arguments, work, config)
+            results, speaks = on_workers(arguments, work, config)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(say_kept(config)) from None
     if speaks:
-        print(result)
-        for line in [] if config.report is None else hosting_lines(config.report):
+        _print_results(results, arguments.seed)
+        one_report = config.report if config.seeds == 1 else None
+        for line in [] if one_report is None else hosting_lines(one_report):
             print(line)
-        for what, path in (("checkpoint", config.checkpoint), ("report", config.report)):
+        for what in ("checkpoint", "report", "tensorboard"):
+            path = getattr(config, what)
             if path is not None:
                 print(f"{what}: {path}")
     return 0
+
+
+def _print_results(results: list[TrainResult], first: int) -> None:
+    if len(results) == 1:
+        print(results[0])
+        return
+    for seed, result in enumerate(results, first):
+        print(f"seed {seed}: {result}")
+    found = over_seeds(results, first)
+    print(f"at the best epochs of {len(results)} seeds, mean and standard deviation:")
+    for name, value in found["mean"].items():
+        print(f"  {name:<16} {value:.4f} +- {found['spread'][name]:.4f}")
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -277,12 +319,23 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
             raise ValueError(f"{option} {path}: there is no such folder")
         if path is not None and Path(path).is_dir():
             raise ValueError(f"{option} {path!r} is a folder: give the name of a file")
-    if arguments.report == "":
-        raise ValueError("--report '' names no folder")
+    for option in ("report", "tensorboard"):
+        if getattr(arguments, option) == "":
+            raise ValueError(f"--{option} '' names no folder")
+    if arguments.seeds < 1:
+        raise ValueError(f"--seeds {arguments.seeds} must be at least 1")
+    if arguments.seeds > 1 and (arguments.checkpoint is not None or resume is not None):
+        raise ValueError(
+            f"--seeds {arguments.seeds} goes without --checkpoint and --resume, which are of one "
+            "run: run the seed that you want alone (--seed K --checkpoint FILE)"
+        )
+    model = _settings(ModelConfig, arguments, name=arguments.model)
+    if model.own:
+        _refuse_for_own(model, arguments)
     return _settings(
         RunConfig,
         arguments,
-        model=_settings(ModelConfig, arguments, name=arguments.model),
+        model=model,
         train=_settings(TrainConfig, arguments),
         policy=_settings(SARPolicy, arguments, random="keyed"),
         sampler=_sampler(arguments),
@@ -290,6 +343,25 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         resume=resume,
         progress=progress,
     )
+
+
+def _refuse_for_own(model: ModelConfig, arguments: argparse.Namespace) -> None:
+    """Raises for an option of the built-in models, which a model of one's own would not see."""
+    default = ModelConfig()
+    names = ["hidden", "heads", "dropout", "norm"]
+    if arguments.mfg == "off" and arguments.sampler == "none":
+        names.append("layers")
+    for name in names:
+        if getattr(model, name) != getattr(default, name):
+            raise ValueError(
+                f"--{name} {getattr(model, name)} is of the models {', '.join(MODELS)}: write it "
+                f"into your model, or leave it out of a run with --model {model.name}"
+            )
+    if arguments.labels is not None:
+        raise ValueError(
+            f"--labels {arguments.labels} is of the models {', '.join(MODELS)}: for a model of "
+            "your own write a script with Trainer(labels=...)"
+        )
 
 
 # Options that another one brings into play.
@@ -442,7 +514,11 @@ def _add_train(commands: Any) -> None:
     )
     group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
 
-    _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
+    of_config = "YAML or JSON of options by name; those of the command line win"
+    command.add_argument("--config", metavar="FILE", help=of_config)
+    model = command.add_argument_group("model").add_argument
+    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, module:callable or FILE.py:...")
+    model("--args", type=names_in, metavar="NAMES", help=_OF_ARGS)
     _add_training(command)
     _add_files(command)
 
@@ -478,6 +554,7 @@ def _add_model(group: Any, **model: Any) -> None:
 
 def _add_training(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("training").add_argument
+    group("--loss", choices=tuple(LOSSES), default="cross_entropy", help="of classes, or numbers")
     group("--epochs", type=int, default=200, metavar="N", help="in all, resumed ones included")
     group("--lr", type=float, default=0.01, help="learning rate")
     group("--optimizer", choices=OPTIMIZERS, default="adam", help="the optimizer")
@@ -489,6 +566,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     group("--label-smoothing", type=float, default=0.0, metavar="X", help="in [0, 1)")
     group("--clip-norm", type=float, metavar="X", help="largest norm of all gradients")
     group("--seed", type=int, default=0, help="of parameters and dropout")
+    group("--seeds", type=int, default=1, metavar="N", help="runs, with seeds from --seed on")
     of_mfg = "compute what training nodes need, not all; auto: where that is less"
     group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
     group("--labels", type=float, metavar="X", help="share of training labels that are inputs")
@@ -500,7 +578,8 @@ def _add_training(command: argparse.ArgumentParser) -> None:
 
     group = command.add_argument_group("evaluation").add_argument
     group("--eval-every", type=int, default=1, metavar="N", help="epochs")
-    group("--monitor", choices=("accuracy", "loss"), default="accuracy", help="on validation")
+    of_metric = "says which epoch is best, on validation (default: accuracy of classes, else loss)"
+    group("--metric", choices=METRICS, help=of_metric)
     group("--patience", type=int, metavar="N", help="evaluations to wait, then stop early")
     group("--split", type=int, default=0, metavar="K", help="column of two-dimensional masks")
 
@@ -519,6 +598,7 @@ def _add_files(command: argparse.ArgumentParser) -> None:
     group("--auto-resume", action="store_true", help="go on from --checkpoint if it exists")
     group("--allow-changes", action="store_true", help="resume with other settings")
     group("--report", metavar="DIR", help="write settings, metrics and a picture here")
+    group("--tensorboard", metavar="DIR", help="write losses and scores for TensorBoard here")
     group("--overwrite", action="store_true", help="replace another run's report and checkpoint")
     group("--quiet", action="store_true", help="no progress")
 
@@ -536,8 +616,7 @@ def _add_verify(commands: Any) -> None:
     add("--levels", type=levels_in, metavar="NAMES", help=_OF_LEVELS)
     add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
     add("--store", metavar="DIR", help="folder for what parts that wait hold")
-    of_args = "attributes that the model takes: x,edge_index,edge_attr"
-    add("--args", type=names_in, metavar="NAMES", help=of_args)
+    add("--args", type=names_in, metavar="NAMES", help=_OF_ARGS)
     add("--seed", type=int, default=0, help="of the sample and the parameters")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)

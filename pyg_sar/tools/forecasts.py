@@ -185,10 +185,11 @@ class Machine:
 
     def published(self, runs: Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
         """Returns the fields of a forecast, with a worker for each of the equal parts."""
-        each = range(parts.tried)
+        tried = parts.tried
+        each = range(tried)
         rows = max(runs.sent(p, each) for p in each)
         if mode == 1:  # Those of the pairs that are tried.
-            rows = rows * (parts.parts - 1) // (parts.tried - 1)
+            rows = rows * (parts.parts - 1) // (tried - 1)
         sent = rows + max(runs.sent(p, [-1]) for p in each)
         memory = PROCESS + max(runs.peak([p]) for p in each)
         seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
@@ -323,6 +324,9 @@ class Plan(Shown):
                 "with --memory and --store"
             )
         limit = "" if self.limit is None else f" of those within {spoken_bytes(self.limit)}"
+        fewest = min(one.workers for one in self.fitting)
+        if limit and fewest < self.best.workers:
+            limit += f", where {counted(fewest, 'workers')} are enough"
         return (
             f"* take mode {self.best.mode} with {counted(self.best.workers, 'workers')}: the "
             f"shortest epoch{limit}. Memory is beyond the start of a process, which takes some 350 "

@@ -21,13 +21,16 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Data
+
+Call = Callable[[nn.Module, Data], Any]
+"""Calls a model with what a graph holds."""
 
 #: Names that :func:`stock_model` takes.
 MODELS: tuple[str, ...] = ("gat", "gatv2", "sage", "gcn", "gin")
@@ -269,3 +272,15 @@ def _module(place: str) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def call_with(names: Sequence[str]) -> Call:
+    """Returns a ``call`` that passes the attributes ``names`` of the graph by keyword."""
+
+    def call(model: nn.Module, data: Data) -> Any:
+        missing = [name for name in names if name not in data and name != "data"]
+        if missing:
+            raise ValueError(f"'data' has no {missing}; it has {', '.join(map(str, data.keys()))}")
+        return model(**{name: data if name == "data" else data[name] for name in names})
+
+    return call

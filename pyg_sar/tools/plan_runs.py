@@ -96,21 +96,16 @@ class Samples:
 
     def apart(self) -> list[Runs]:
         """Runs a worker for each part; runs by policy."""
-        # Without shared memory rows are sent and received, as between hosts: each is one worker's.
-        env = {"PYG_SAR_SHARED_MEMORY": "0"}
-        return self._by_policy(
-            [launch(try_part, self._parts, *given, env=env) for given in self._given]
-        )
+        return apart([self])[0]
 
     def hosted(self) -> list[Runs]:
         """Runs one worker that hosts all parts; runs by policy."""
-        return self._by_policy(
-            [launch(try_part, 1, *given, parts=self._parts) for given in self._given]
-        )
+        return self._by_policy(launch(_try_each, 1, self._given, parts=self._parts))
 
     def _by_policy(self, found: list[Any]) -> list[Runs]:
+        """Returns the runs ``found[part][size][policy]`` by policy."""
         return [
-            Runs(self.sizes, [[part[k] for part in parts] for parts in found])
+            Runs(self.sizes, [[part[n][k] for part in found] for n in range(len(self.sizes))])
             for k in range(len(self._policies))
         ]
 
@@ -137,6 +132,23 @@ class Samples:
                 return Stored(self.sizes, [], "a part needs more at once")
             found.append([[parts[p] for p in group] for group in groups])
         return Stored(self.sizes, found, "")
+
+
+def apart(many: Sequence[Samples]) -> list[list[Runs]]:
+    """Runs a worker for each part of some samples, started once for all; runs by policy of each.
+
+    Parts are as many as those of the samples that have most.
+    """
+    most = max(samples._parts for samples in many)
+    jobs = [given for samples in many for given in samples._given]
+    # Without shared memory rows are sent and received, as between hosts: each is one worker's.
+    found = launch(_try_each, most, jobs, env={"PYG_SAR_SHARED_MEMORY": "0"})
+    runs = []
+    for samples in many:
+        count = len(samples.sizes)
+        runs.append(samples._by_policy([worker[:count] for worker in found]))
+        found = [worker[count:] for worker in found]
+    return runs
 
 
 def _rows(shapes: Sequence[PartShape]) -> int:
@@ -185,6 +197,11 @@ def _scale(size: float) -> None:
     # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
     for module, name, whole in PIECES:
         setattr(module, name, max(int(whole * size), 1))
+
+
+def _try_each(jobs: Sequence[Any]) -> list[list[Run]]:
+    """Trains on samples, one after the other; runs on each worker."""
+    return [try_part(*given) for given in jobs]
 
 
 def try_part(

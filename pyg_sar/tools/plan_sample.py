@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.attributes import concatenate_rows, decode, select_rows, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.schema import PartTensors
@@ -63,6 +64,7 @@ class PublishedPartition:
         cut: Edges between parts.
         features: Columns of ``x``.
         classes: Classes of ``y``.
+        like: The graph, if it is here: samples then have the first rows of its attributes.
 
     Raises:
         ValueError: Numbers that no partition has.
@@ -75,6 +77,7 @@ class PublishedPartition:
     cut: int
     features: int
     classes: int
+    like: Data | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         most = min(self.cut, self.nodes * (self.parts - 1))
@@ -100,26 +103,71 @@ class PublishedPartition:
 
     def shapes(self, mode: int) -> list[PartShape]:
         """Returns the parts that are tried for a mode."""
+        tried = self.tried
         nodes, edges = self.nodes // self.parts, self.edges // self.parts
-        others = self.parts - 1 if mode == 1 else self.tried - 1
+        others = self.parts - 1 if mode == 1 else tried - 1
         halo, cut = (round(count / self.parts / others) for count in (self.halo, self.cut))
         return [
             PartShape(
                 nodes=nodes,
-                halo=[0 if q == p else halo for q in range(self.tried)],
-                edges=[edges - (self.tried - 1) * cut if q == p else cut
-                       for q in range(self.tried)],
+                halo=[0 if q == p else halo for q in range(tried)],
+                edges=[edges - (tried - 1) * cut if q == p else cut
+                       for q in range(tried)],
                 boundary=nodes,
                 loops=0,
             )
-            for p in range(self.tried)
+            for p in range(tried)
         ]  # fmt: skip
 
-    def rows(self, num_nodes: int) -> dict[str, Tensor]:
-        """Returns attributes of some nodes, drawn."""
-        draw = torch.Generator().manual_seed(0)
-        y = torch.arange(num_nodes) % self.classes
-        return {"x": torch.randn(num_nodes, self.features, generator=draw), "y": y}
+    def attributes(self, nodes: int, edges: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns attributes of some nodes and edges, and the level of each."""
+        if self.like is None:
+            draw = torch.Generator().manual_seed(0)
+            x = torch.randn(nodes, self.features, generator=draw)
+            return {"x": x, "y": torch.arange(nodes) % self.classes}, {}
+        found, levels = {}, {}
+        for name, value in self.like.items():
+            on_node = self.like.is_node_attr(name)
+            dense = isinstance(value, Tensor) and value.layout == torch.strided
+            if name != "edge_index" and dense and (on_node or self.like.is_edge_attr(name)):
+                first = torch.arange(nodes if on_node else edges) % len(value)
+                found[name], levels[name] = value[first], "node" if on_node else "edge"
+        return found, levels
+
+
+def estimated_partitions(data: Data, most: int) -> list[PublishedPartition]:
+    """Returns what partitions of a graph into 2, 4, 8, ... parts will have, about.
+
+    The graph is divided into the largest number of them, quickly (``'coarsened'``); the others are
+    unions of these parts. The counts are those of the largest part, in each.
+
+    Args:
+        data: The graph.
+        most: The largest number of parts, a power of two.
+
+    Raises:
+        ValueError: The graph has less than two nodes, or no edges.
+    """
+    nodes = int(data.num_nodes or 0)
+    edge_index = data.edge_index
+    if nodes < 2 or edge_index is None or not edge_index.numel():
+        raise ValueError("'data' has less than two nodes, or no edges: there is nothing to plan")
+    while most > nodes:
+        most //= 2
+    owner = assign_nodes(edge_index, nodes, most, "coarsened")
+    found = []
+    while most >= 2:
+        source, target = edge_index[0], owner[edge_index[1]]
+        cut = owner[source] != target
+        halo = (source[cut] * most + target[cut]).unique() % most
+        counts = [
+            int(torch.bincount(parts, minlength=most).max()) * most
+            for parts in (owner, target, halo, target[cut])
+        ]
+        numbers = dict(zip(("nodes", "edges", "halo", "cut"), counts, strict=True))
+        found.append(PublishedPartition(parts=most, features=1, classes=1, like=data, **numbers))
+        most, owner = most // 2, owner // 2
+    return found[::-1]
 
 
 def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
@@ -176,7 +224,7 @@ def write_sample(
             source = chosen[torch.randint(max(rows, 1), (count,), generator=draw)]
             if q != p:
                 source[:rows] = chosen  # Each halo row is needed.
-            target = torch.randint(nodes[p], (count,), generator=draw) + starts[p]
+            target = torch.randint(max(nodes[p], 1), (count,), generator=draw) + starts[p]
             if q == p:
                 loops = min(_scaled(shape.loops, share), count)
                 other = (target - starts[p] + (target == source).long()) % max(nodes[p], 1)
@@ -186,7 +234,7 @@ def write_sample(
     edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
                 for p in range(len(shapes))]  # fmt: skip
     if isinstance(root, PublishedPartition):
-        attributes, levels = root.rows(sum(nodes)), {}
+        attributes, levels = root.attributes(sum(nodes), sum(edges_of))
     else:
         metadata = read_metadata(root)
         attributes = _attributes(metadata, nodes, edges_of)

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -32,13 +32,22 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.tools import plan_runs
 from pyg_sar.tools.forecasts import Forecast, Machine, Plan
 from pyg_sar.tools.graphs import load_graph, names_in, parse_source
-from pyg_sar.tools.models import MODELS, imported_model
+from pyg_sar.tools.models import MODELS, call_with, imported_model
 from pyg_sar.tools.plan_runs import Samples
-from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes
+from pyg_sar.tools.plan_sample import (
+    PartShape,
+    PublishedPartition,
+    estimated_partitions,
+    read_shapes,
+)
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
-from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
+
+MOST_ESTIMATED = 8
+"""Parts of a graph that is not partitioned, at most, if no numbers are given."""
+ROWS = 15_000
+"""Own nodes, halo rows, and edges / 8 of each of their samples, about."""
 
 Partition = str | os.PathLike[str] | PublishedPartition
 
@@ -68,7 +77,7 @@ def plan(
     *,
     parts: Sequence[int] | None = None,
     workers: Sequence[int] | None = None,
-    modes: Sequence[int] = (1, 2, 3),
+    modes: Sequence[int] | None = None,
     policy: SARPolicy | None = None,
     memory: int | str | None = None,
     store: str | os.PathLike[str] | None = None,
@@ -89,10 +98,12 @@ def plan(
             partitioned yet; or what is known of a partition that is not here
             (:class:`~pyg_sar.tools.plan_sample.PublishedPartition`).
         parts: Numbers of them to compare, of a graph that is not partitioned yet. It is partitioned
-            into a temporary folder, as large as the graph, for one number after the other.
+            into a temporary folder, as large as the graph, for one number after the other. By
+            default 2, 4 and 8 parts are estimated from one quick division, which writes
+            nothing: their memory is good to choose a number by.
         workers: Numbers of them to compare; those of fewer workers than parts host several each.
             By default one for each part. Partitions with fewer parts are left out.
-        modes: Of :class:`SARPolicy`, to compare.
+        modes: Of :class:`SARPolicy`, to compare; by default all three, of estimates the first.
         policy: The other settings of layers.
         memory: Bytes that each worker may take beyond its start, or ``'16GiB'``.
         store: A folder where parts that wait may go (``launch(store=...)``), with ``memory``.
@@ -113,6 +124,8 @@ def plan(
     for name, function in (("model", model), ("call", call)):
         if not callable(function):
             raise TypeError(f"{name}={function!r} must be a module, or a function")
+    if modes is None:
+        modes = (1,) if isinstance(data, Data) and parts is None else (1, 2, 3)
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
     check_type("workers", () if workers is None else workers, Sequence, "a sequence such as (1, 2)")
@@ -121,16 +134,16 @@ def plan(
     graph = data if isinstance(data, Data) else None
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
-    if (graph is None) != (parts is None):
-        raise ValueError(
-            f"parts={parts!r}: a graph that is not partitioned needs numbers of parts, such as "
-            "(2, 4); what is partitioned has its own"
-        )
+    if graph is None and parts is not None:
+        raise ValueError(f"parts={parts!r}: what is partitioned has its own number of parts")
+    if graph is not None and parts is None and (workers, store) != (None, None):
+        raise ValueError("workers= and store= need partitions, or parts= of the graph to compare")
     if parts is not None:
         check_type("parts", parts, Sequence, "a sequence such as (2, 4)")
         if not all(isinstance(count, int) and count > 0 for count in parts):
             raise ValueError(f"parts={parts!r} must be numbers of parts, such as (2, 4)")
     given: Any = data if parts is None else parts
+    given = [graph] if given is graph else given
     roots: list[Any] = [given] if isinstance(given, single) else list(given)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
@@ -153,6 +166,8 @@ def plan(
     disk = None if place is None else Disk.measure(place)
     machine = Machine(limit, place, bandwidth, hosts, rates, disk)
     forecasts = []
+    if graph is not None and parts is None:
+        forecasts, roots = _estimates(graph, model, policies, machine, call), []
     for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
         with _partitioned(graph, root) as partition:
             named = str(root) if graph is not None else None
@@ -171,6 +186,46 @@ def _check_one_graph(roots: Sequence[Partition]) -> None:
         )
     if graphs.pop()[0] == 0:
         raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
+
+
+def _estimates(
+    data: Data,
+    model: Any,
+    policies: dict[int, SARPolicy],
+    machine: Machine,
+    call: Callable[..., Tensor],
+) -> list[Forecast]:
+    """Returns those of 2, 4, 8, ... parts of a graph, of which all samples are tried at once."""
+    tried = [(one, mode) for one in estimated_partitions(data, MOST_ESTIMATED) for mode in policies]
+    most = max(one.tried for one, _ in tried)
+    with ExitStack() as stack:
+        samples = [
+            stack.enter_context(
+                Samples(one, _padded(one.shapes(mode), most), model, [policies[mode]], call, ROWS)
+            )
+            for one, mode in tried
+        ]
+        runs = plan_runs.apart(samples)
+    return [
+        Forecast(
+            parts=f"{one.parts} estimated",
+            workers=one.parts,
+            mode=mode,
+            **machine.published(found, one, mode),
+        )
+        for (one, mode), (found,) in zip(tried, runs, strict=True)
+    ]
+
+
+def _padded(shapes: list[PartShape], count: int) -> list[PartShape]:
+    """Returns so many parts, of which those beyond the given ones have a node and an edge."""
+    more = range(len(shapes), count)
+    empty = [0] * len(more)
+    parts = [replace(one, halo=one.halo + empty, edges=one.edges + empty) for one in shapes]
+    for p in more:
+        edges = [int(q == p) for q in range(count)]
+        parts.append(PartShape(nodes=1, halo=[0] * count, edges=edges, boundary=0, loops=0))
+    return parts
 
 
 def _forecasts(
@@ -217,6 +272,7 @@ def _forecasts(
 PLAN_EPILOG = """\
 Each folder is a partition; there is one worker for each part, if --workers says nothing else.
   pyg-sar plan --parts parts4 parts8 --model sage --hidden 256 --layers 3 --memory 16GiB
+  pyg-sar plan graph.pt --model gat --memory 4GiB
   pyg-sar plan graph.pt --parts 2 4 8 --model gat --memory 4GiB
   pyg-sar plan --parts parts --model net.py:make --bandwidth 1Gb --hosts 2
   pyg-sar plan --parts parts16 --model gat --workers 1 2 4 --memory 2GiB --store /scratch
@@ -230,13 +286,14 @@ def add_plan(command: argparse.ArgumentParser) -> Any:
     """Adds the arguments of ``pyg-sar plan``, and returns what adds those of the model."""
     add = command.add_argument
     of_parts = "folders of partitions; or published:parts=32,nodes=...,edges=...,halo=...,..."
-    of_graph = "one that is not partitioned yet, as of pyg-sar partition: --parts are then numbers"
+    of_graph = "one that is not partitioned yet, as of pyg-sar partition: --parts are then numbers "
+    of_graph += "(default: 2, 4 and 8, estimated)"
     add("source", nargs="?", metavar="GRAPH", help=of_graph)
-    add("--parts", nargs="+", required=True, metavar="DIR", help=of_parts)
+    add("--parts", nargs="+", metavar="DIR", help=of_parts)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--picture", metavar="FILE", help="write a picture of the table: .svg, .png, .pdf")
     add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
-    add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
+    add("--modes", nargs="+", type=int, choices=(1, 2, 3), help="to compare (default: all)")
     add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
     of_store = "with --memory: parts that wait go to a file here, as in train; its disk is tried"
     add("--store", metavar="DIR", help=of_store)
@@ -256,12 +313,16 @@ def plan_command(arguments: argparse.Namespace) -> int:
         call = Stock(arguments.model)
     options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}
     data: Any
-    data, parts = [_partition_of(text) for text in arguments.parts], None
-    if arguments.source is not None:
-        if not all(text.isdecimal() for text in arguments.parts):
+    parts = None
+    if arguments.source is None and arguments.parts is None:
+        raise ValueError("pyg-sar plan takes a GRAPH, or --parts with folders of partitions")
+    if arguments.source is None:
+        data = [_partition_of(text) for text in arguments.parts]
+    else:
+        if arguments.parts and not all(text.isdecimal() for text in arguments.parts):
             raise ValueError(f"--parts {' '.join(arguments.parts)}: GRAPH needs numbers of parts")
         data = load_graph(arguments.source, root=arguments.data_root)
-        parts = [int(text) for text in arguments.parts]
+        parts = [int(text) for text in arguments.parts] if arguments.parts else None
     found = plan(
         Build(arguments.model, options | {"norm": arguments.norm}),
         data,
@@ -285,7 +346,7 @@ def _partition_of(text: str) -> Partition:
     name, options = parse_source(text)
     if name != "published" or not options:
         return text
-    known = {field.name for field in fields(PublishedPartition)}
+    known = {field.name for field in fields(PublishedPartition)} - {"like"}
     if set(options) != known or not all(value.isdecimal() for value in options.values()):
         raise ValueError(
             f"--parts {text}: expected whole numbers for all of {', '.join(sorted(known))}"

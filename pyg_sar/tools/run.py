@@ -1,24 +1,15 @@
-"""A training run as ``pyg-sar train`` describes it, and the one that ``pyg-sar demo`` shows.
-
-[Note: the demo]
-A built-in synthetic graph is cut into parts; a GAT is trained on them by as many workers, and on
-the whole graph by one process that uses PyG alone. Three things are shown: the losses are the same,
-each worker needs less memory than the single process, and what the workers send is what the law
-says: per layer and pass, worker p's halo rows H_p times the bytes of a row,
-
-- forward: fetched, H_p F b;
-- backward: source rows fetched again (SAR's case 2, which attention is), H_p F b, and their
-  gradients sent to the owners, H_p F b.
-"""
+"""A training run as ``pyg-sar train`` describes it."""
 
 from __future__ import annotations
 
 import copy
 import os
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any, Literal
 
 import torch
@@ -27,28 +18,44 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.comm.launch import launch
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.convert import distribute
-from pyg_sar.errors import CheckpointError, PygSarError
-from pyg_sar.files import TemporaryFolder
-from pyg_sar.ledger import Ledger
+from pyg_sar.errors import CheckpointError, PygSarError, ReportError
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.message_flow import message_flow_graphs
-from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.models import StockModel, build_model, stock_model
-from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
+from pyg_sar.tools.models import (
+    MODELS,
+    Call,
+    StockModel,
+    call_with,
+    imported_model,
+    stock_model,
+)
+from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TensorBoard, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
-from pyg_sar.train.report import Report, legend_below
-from pyg_sar.train.targets import find_targets, node_labels, with_labels
+from pyg_sar.train.objective import Loss
+from pyg_sar.train.report import SUMMARY, Report, write_json
+from pyg_sar.train.targets import SPLITS, find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.wording import counted
 
 _FEW_CLASSES = 2**16  # may be numbered with gaps, however small the graph
+
+#: Losses by name; ``None`` is cross entropy, the trainer's own.
+LOSSES: dict[str, Loss | None] = {
+    "cross_entropy": None,
+    "bce": F.binary_cross_entropy_with_logits,
+    "mse": F.mse_loss,
+    "mae": F.l1_loss,
+}
+_OF_CLASSES = {"accuracy": "accuracy", "auc": "auroc", "ap": "average_precision", "f1": "f1_score"}
+_OF_NUMBERS = {"mae": "mean_absolute_error", "mse": "mean_squared_error", "r2": "r2_score"}
+
+#: Metrics by name, of which all but the loss and the accuracy of classes are torchmetrics'.
+METRICS: tuple[str, ...] = ("loss", *_OF_CLASSES, *_OF_NUMBERS)
 
 
 class UsageError(PygSarError, ValueError):
@@ -57,7 +64,12 @@ class UsageError(PygSarError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The arguments of :func:`pyg_sar.tools.models.stock_model` that a user chooses."""
+    """A model: a name and arguments of :func:`pyg_sar.tools.models.stock_model`, or the user's own.
+
+    The name of one's own is ``'module:callable'`` or ``'FILE.py:callable'``
+    (:func:`pyg_sar.tools.models.imported_model`), which takes none of the arguments; ``layers`` is
+    then the number of hops that it looks.
+    """
 
     name: str = "gat"
     hidden: int = 64
@@ -80,6 +92,11 @@ class ModelConfig:
             cached=cached,
         )
 
+    @property
+    def own(self) -> bool:
+        """Is true of a model of the user's."""
+        return self.name not in MODELS
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
@@ -91,6 +108,11 @@ class RunConfig:
         train: Settings of the training loop; its seed also draws the first parameters.
         policy: How layers run distributed.
         mfg: Whether training steps run on message flow graphs; ``'auto'``: where they pay.
+        loss: A name of :data:`LOSSES`.
+        metric: A name of :data:`METRICS`, whose validation value decides on the best epoch and on
+            early stopping; by default the accuracy where targets are classes, else the loss.
+        seeds: Runs, with the seeds ``train.seed``, ``train.seed + 1``, ...
+        args: Attributes of the graph that the model takes, by keyword.
         labels: The share of training nodes that show their labels in each step, as one-hot columns
             behind the features (``Trainer(labels=...)``).
         sampler: Train on sampled neighbours.
@@ -100,6 +122,7 @@ class RunConfig:
         auto_resume: Go on from ``checkpoint`` where that file exists, else from ``resume``.
         allow_changes: Resume although settings differ.
         report: Folder for the report.
+        tensorboard: Folder for TensorBoard's files.
         overwrite: Replace another run's report and checkpoint.
         progress: A bar, a line per evaluation, or nothing.
     """
@@ -109,6 +132,10 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     policy: SARPolicy = field(default_factory=partial(SARPolicy, random="keyed"))
     mfg: Literal["auto", "on", "off"] = "off"
+    loss: str = "cross_entropy"
+    metric: str | None = None
+    seeds: int = 1
+    args: Sequence[str] | None = None
     labels: float | None = None
     sampler: NeighborSampling | None = None
     checkpoint: str | None = None
@@ -117,6 +144,7 @@ class RunConfig:
     auto_resume: bool = False
     allow_changes: bool = False
     report: str | None = None
+    tensorboard: str | None = None
     overwrite: bool = False
     progress: Literal["bar", "lines", "none"] = "bar"
 
@@ -147,9 +175,61 @@ def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainRe
         trainer = _prepare(config, current(), stop)
     except PygSarError:
         raise
-    except (TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     return trainer.fit()
+
+
+def train_seeds(config: RunConfig, stop: SignalNotice | None = None) -> list[TrainResult]:
+    """Trains with each seed (:func:`train_worker`), and returns the results. Collective.
+
+    Reports and TensorBoard's files of several seeds lie in folders ``seed-0``, ``seed-1``, ...
+    of the given ones, beside a ``summary.json`` with means and spreads (:func:`over_seeds`).
+    """
+    if config.seeds == 1:
+        return [train_worker(config, stop)]
+    comm, first = current(), config.train.seed or 0
+    path = None if config.report is None else Path(config.report) / SUMMARY
+    taken = path is not None and path.exists() and not config.overwrite
+    if comm.broadcast_object(taken):
+        raise ReportError(
+            f"Cannot write the report {config.report!r}: {SUMMARY!r} of another run is there; "
+            "choose another folder, or replace it (--overwrite)"
+        )
+    results = []
+    for seed in range(first, first + config.seeds):
+        folders = {"report": config.report, "tensorboard": config.tensorboard}
+        own: dict[str, Any] = {
+            name: at and os.path.join(at, f"seed-{seed}") for name, at in folders.items()
+        }
+        of_seed = replace(config, seeds=1, train=replace(config.train, seed=seed), **own)
+        results.append(train_worker(of_seed))
+    if path is not None and comm.rank == 0:
+        write_json(path, over_seeds(results, first))
+    return results
+
+
+def over_seeds(results: Sequence[TrainResult], first: int) -> dict[str, Any]:
+    """Returns the best scores of runs with the seeds ``first``, ``first + 1``, ...
+
+    Returns:
+        ``seeds``, ``best_epoch`` and ``best`` of each run, and of each score that all runs have the
+        ``mean`` and the ``spread``, the standard deviation of a sample.
+    """
+    every = [result.best or {} for result in results]
+    found: dict[str, Any] = {
+        "seeds": list(range(first, first + len(results))),
+        "best_epoch": [result.best_epoch for result in results],
+        "best": every,
+        "mean": {},
+        "spread": {},
+    }
+    for name in every[0]:
+        values = [value for best in every if (value := best.get(name)) is not None]
+        if len(values) == len(results):
+            found["mean"][name] = mean(values)
+            found["spread"][name] = stdev(values)
+    return found
 
 
 def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -> Trainer:
@@ -170,20 +250,30 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     if seed is not None:
         torch.manual_seed(seed)
     flow = _message_flow(config, data)
-    classes = count_classes(data)
-    columns = 0 if config.labels is None else classes
-    one_graph = flow is None and config.sampler is None
-    stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
+    outputs = _outputs(config, data)
+    columns = 0 if config.labels is None else outputs
+    stock = None
+    if config.model.own:
+        model = imported_model(config.model.name, data)
+    else:
+        one_graph = flow is None and config.sampler is None
+        stock = config.model.stock(data.x.size(1) + columns, outputs, cached=one_graph)
+        model = stock.build()
+    worse = config.metric in ("mae", "mse")
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), config.policy),
+        distribute(model.to(comm.device), config.policy),
         data,
-        config.train,
-        forward=call_of(config.model.name, data, columns),
+        replace(config.train, monitor=config.metric, monitor_mode="min" if worse else "auto"),
+        forward=_forward(config, data, columns),
+        loss=LOSSES[config.loss],
+        metrics=_metrics(config, outputs),
         flow=flow,
         labels=config.labels,
         sampler=config.sampler,
         callbacks=_callbacks(config, stock, stop),
     )
+    if config.loss == "bce":
+        _check_binary(trainer)
     if path is not None:
         _resume(trainer, path, config)
     return trainer
@@ -213,6 +303,93 @@ def _features(data: Data) -> Tensor:
             f"{found})"
         )
     return x if x.is_floating_point() else x.float()
+
+
+def _outputs(config: RunConfig, data: Data) -> int:
+    """Returns the columns of the model's output, of targets that the loss can read."""
+    if config.loss == "cross_entropy":
+        found = data.get("y")
+        if isinstance(found, Tensor) and found.is_floating_point():
+            raise UsageError(
+                f"data.y holds numbers ({found.dtype}), no classes, which --loss cross_entropy "
+                "takes: give --loss mse, mae or bce"
+            )
+        return count_classes(data)
+    y = data.get("y")
+    if not isinstance(y, Tensor) or y.dim() not in (1, 2) or len(y) != data.num_nodes:
+        shape = f"shape {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise UsageError(
+            f"--loss {config.loss} takes data.y of shape [num_nodes] or [num_nodes, T] (got "
+            f"{shape})"
+        )
+    data.y = y.to(data.x.dtype)
+    return int(y.size(1)) if y.dim() == 2 else 1
+
+
+def _forward(config: RunConfig, data: Data, columns: int) -> Call:
+    call = call_with(config.args) if config.args else call_of(config.model.name, data, columns)
+    if config.loss == "cross_entropy" or data.y.dim() == 2:
+        return call
+
+    def forward(model: nn.Module, data: Data) -> Tensor:
+        out: Tensor = call(model, data)
+        return out.squeeze(1) if out.dim() == 2 else out
+
+    return forward
+
+
+def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
+    """Returns the metric that ``config.metric`` names, if the trainer hasn't got it.
+
+    Raises:
+        UsageError: When it is of other targets than the loss is.
+        ModuleNotFoundError: When torchmetrics is not installed.
+    """
+    name, numbers = config.metric, config.loss in ("mse", "mae")
+    if name in (None, "loss") or (name == "accuracy" and config.loss == "cross_entropy"):
+        return {}
+    assert name is not None
+    if (name in _OF_NUMBERS) != numbers:
+        fit = ["mse", "mae"] if name in _OF_NUMBERS else ["cross_entropy", "bce"]
+        raise UsageError(
+            f"--metric {name} does not go with --loss {config.loss}: give --loss {' or '.join(fit)}"
+        )
+    try:
+        from torchmetrics import functional
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--metric {name} is computed by torchmetrics: pip install 'pyg_sar[metrics]'"
+        ) from error
+    measure: Any = getattr(functional, _OF_NUMBERS.get(name) or _OF_CLASSES[name])
+    if numbers:
+        return {name: lambda pred, y: measure(pred.double(), y.double())}
+    task = "multiclass" if config.loss == "cross_entropy" else "multilabel"
+    task = "binary" if task == "multilabel" and outputs == 1 else task
+    of_task = {"multiclass": {"num_classes": outputs}, "multilabel": {"num_labels": outputs}}
+    options = {"task": task, **of_task.get(task, {})}
+    if task != "binary":
+        options["average"] = "macro"
+
+    def metric(pred: Tensor, y: Tensor) -> Tensor:
+        # Probabilities: torchmetrics would guess by the values whether these are logits.
+        pred = pred.double()
+        found: Tensor = measure(
+            pred.softmax(1) if task == "multiclass" else pred.sigmoid(), y.long(), **options
+        )
+        return found
+
+    return {name: metric}
+
+
+def _check_binary(trainer: Trainer) -> None:
+    targets = trainer.rows.targets
+    for split in SPLITS:
+        values = targets.select(split)
+        if wrong := int(((values != 0) & (values != 1)).sum()):
+            raise UsageError(
+                f"--loss bce takes targets of 0 and 1; data.y holds {wrong} others in the "
+                f"{targets.counts[split]} {split} rows: leave rows without a target out of the mask"
+            )
 
 
 def count_classes(data: Data) -> int:
@@ -265,22 +442,30 @@ def _message_flow(config: RunConfig, data: Data) -> Data | None:
     return message_flow_graphs(data, seeds, config.model.layers)
 
 
-def _callbacks(config: RunConfig, stock: StockModel, stop: SignalNotice | None) -> list[Callback]:
+def _callbacks(
+    config: RunConfig, stock: StockModel | None, stop: SignalNotice | None
+) -> list[Callback]:
     callbacks: list[Callback] = []
     if config.progress == "bar":
         callbacks.append(TqdmProgress(config.model.name))
     elif config.progress == "lines":
         callbacks.append(LineProgress())
+    if config.tensorboard is not None:
+        callbacks.append(TensorBoard(config.tensorboard))
     if config.report is not None:
         settings = {
             "parts": os.path.abspath(config.parts),
             "model": asdict(config.model),
+            "loss": config.loss,
+            "metric": config.metric,
             "policy": asdict(config.policy),
             "resumed_from": config.resume,
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra: dict[str, Any] = {"model": asdict(config.model), "pyg": asdict(stock)}
+        extra: dict[str, Any] = {"model": asdict(config.model)}
+        if stock is not None:
+            extra["pyg"] = asdict(stock)
         extra |= {"labels": config.labels, "split": config.train.split}
         every = config.checkpoint_every
         callbacks.append(CheckpointEvery(config.checkpoint, every, stop, **extra))
@@ -300,221 +485,4 @@ def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
     trainer.resume(path, allow_changes=config.allow_changes)
     if trainer.comm.rank == 0:
         done = f"epoch {trainer.epoch} of {config.train.epochs}"
-        print(f"resumed from {path} after {done}", file=sys.stderr, flush=True)
-
-
-# The demo #####################################################################
-
-TOLERANCE = 1e-5
-HEADS, HIDDEN, CLASSES = 4, 16, 8
-ROW_BYTES = {
-    # GAT's messages read a source row's transformed features, [heads, channels], and its share of
-    # the attention score, [heads]; float32.
-    "convs.0": 4 * (HEADS * HIDDEN + HEADS),
-    "convs.1": 4 * (HEADS * CLASSES + HEADS),
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoConfig:
-    """The settings of the demo; see ``pyg-sar demo --help``."""
-
-    nodes: int = 20_000
-    workers: int = 4
-    epochs: int = 20
-    mode: int = 1
-    prefetch: Literal[0, 1] = 1
-    seed: int = 0
-    out: str = "runs/demo"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoRun:
-    """The measurements of a worker, or of the single process.
-
-    Attributes:
-        losses: Per epoch.
-        base_memory: Bytes in use before training, the graph included.
-        peak_memory: The most bytes in use while training.
-        traffic: Bytes per kind: ``'fetch'`` and ``'refetch'`` received, ``'gradient'`` sent.
-        sent: All bytes sent, sums over workers included.
-    """
-
-    losses: list[float]
-    base_memory: int
-    peak_memory: int
-    traffic: dict[str, int]
-    sent: int
-
-
-def run_demo(config: DemoConfig) -> int:
-    """Runs the demo and prints what it shows.
-
-    Returns:
-        0 when the losses agree within 1e-5 and the bytes equal the law's, otherwise 1.
-    """
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    with TemporaryFolder("pyg_sar-demo-", out) as folder:
-        parts = folder / "parts"
-        data = load_graph("synthetic", seed=config.seed, nodes=config.nodes, classes=CLASSES)
-        print(
-            f"synthetic graph: {counted(data.num_nodes, 'nodes')}, "
-            f"{counted(data.num_edges, 'edges')}"
-        )
-        print(str(write_partitions(data, config.workers, parts, seed=config.seed)))
-        del data
-        print(
-            f"\ntraining a GAT for {counted(config.epochs, 'epochs')}: one process with plain "
-            f"PyG ..."
-        )
-        single = launch(_single, 1, str(parts), config)[0]
-        print(f"... and {counted(config.workers, 'workers')}\n")
-        workers = launch(_worker, config.workers, str(parts), config)
-        halos = [part.num_halo for part in read_metadata(parts).parts]
-    same = _show_losses(single.losses, workers[0].losses)
-    _show_memory(single, workers)
-    lawful = _show_bytes(workers, halos, config)
-    picture = _draw(single, workers, _law(halos, config), out / "demo.png")
-    print(f"\npicture: {picture}" if picture else "\nno picture: pip install 'pyg_sar[plot]'")
-    return 0 if same and lawful else 1
-
-
-# The two trainings ###########################################################
-
-
-def _model(in_channels: int, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return build_model("gat", in_channels, HEADS * HIDDEN, CLASSES, heads=HEADS, dropout=0.0)
-
-
-def _single(parts: str, config: DemoConfig) -> DemoRun:
-    """Trains with plain PyG: nothing of this package but the file format."""
-    data = merge_partitions(parts)
-    model = _model(data.num_features, config.seed)
-    return _train(model, data, config)
-
-
-def _worker(parts: str, config: DemoConfig) -> DemoRun:
-    """Trains the same on several workers: other data, and ``distribute``."""
-    data = load_partition(parts)
-    # The law that is shown is that of pulling all rows.
-    policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
-    return _train(distribute(_model(data.num_features, config.seed), policy), data, config)
-
-
-def _train(model: nn.Module, data: Data, config: DemoConfig) -> DemoRun:
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    mask, losses = data.train_mask, []
-    with Ledger(current()) as ledger:
-        for _ in range(config.epochs):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask])
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-    return DemoRun(
-        losses=losses,
-        base_memory=ledger.baseline_memory,
-        peak_memory=ledger.peak_memory,
-        traffic={
-            "fetch": ledger.received_bytes(kind="fetch"),
-            "refetch": ledger.received_bytes(kind="refetch"),
-            "gradient": ledger.sent_bytes(kind="gradient"),
-        },
-        sent=ledger.sent,
-    )
-
-
-# What is shown ###############################################################
-
-
-def _show_losses(one: list[float], many: list[float]) -> bool:
-    print(f"{'epoch':>5}  {'one process':>12}  {'workers':>12}  {'difference':>12}")
-    for epoch, (a, b) in enumerate(zip(one, many, strict=True), start=1):
-        print(f"{epoch:5d}  {a:12.8f}  {b:12.8f}  {abs(a - b):12.2e}")
-    largest = max((abs(a - b) for a, b in zip(one, many, strict=True)), default=0.0)
-    same = largest <= TOLERANCE
-    verdict = "the same" if same else f"NOT the same: more than {TOLERANCE:.0e} apart"
-    print(f"largest difference {largest:.2e}: {verdict}")
-    return same
-
-
-def _show_memory(single: DemoRun, workers: list[DemoRun]) -> None:
-    print("\nmemory (MiB)     before training   peak   training alone")
-    rows = [("one process", single), *((f"worker {p}", run) for p, run in enumerate(workers))]
-    for name, figures in rows:
-        base, peak = figures.base_memory / 2**20, figures.peak_memory / 2**20
-        print(f"{name:<15}  {base:15.1f}  {peak:5.0f}  {peak - base:15.1f}")
-    most = max(w.peak_memory - w.base_memory for w in workers)
-    share = most / max(single.peak_memory - single.base_memory, 1)
-    print(f"training needs at most {100 * share:.0f}% of the single process's memory on a worker")
-
-
-def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
-    """Returns each worker's bytes per kind, from the partition and the layer widths."""
-    layer_bytes = config.epochs * sum(ROW_BYTES.values())
-    # Modes 2 and 3 keep the rows of the forward pass, so that none are fetched again.
-    refetched = 1 if config.mode == 1 else 0
-    return [
-        {
-            "fetch": halo * layer_bytes,
-            "refetch": halo * layer_bytes * refetched,
-            "gradient": halo * layer_bytes,
-        }
-        for halo in halos
-    ]
-
-
-def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) -> bool:
-    print(
-        "\nAll rows are pulled, as on one host; between hosts SARPolicy(push='auto') takes fewer."
-    )
-    print("\nbytes            halo rows          fetched    fetched again   gradients sent")
-    law = _law(halos, config)
-    for p, (figures, expected) in enumerate(zip(workers, law, strict=True)):
-        for name, values in ((f"worker {p}", figures.traffic), ("  the law", expected)):
-            text = "  ".join(f"{values[kind]:15,d}" for kind in ("fetch", "refetch", "gradient"))
-            print(f"{name:<15}  {halos[p]:9,d}  {text}")
-    lawful = all(w.traffic == expected for w, expected in zip(workers, law, strict=True))
-    sent = sum(w.sent for w in workers)
-    by_law = sum(sum(expected.values()) for expected in law)
-    print(
-        f"{counted(sent, 'bytes')} sent in all, {by_law:,} by the law and {sent - by_law:,} for "
-        f"sums (loss, parameter gradients): {'equal' if lawful else 'NOT equal'} to the byte"
-    )
-    return lawful
-
-
-def _draw(
-    single: DemoRun, workers: list[DemoRun], law: list[dict[str, int]], path: Path
-) -> Path | None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    loss, memory, traffic = figure.subplots(1, 3)
-    epochs = range(1, len(single.losses) + 1)
-    loss.plot(epochs, single.losses, linewidth=4, alpha=0.4, label="one process, plain PyG")
-    loss.plot(epochs, workers[0].losses, "k--", label=f"{counted(len(workers), 'workers')}")
-    loss.set(title="Loss", xlabel="epoch", ylabel="mean cross entropy")
-    legend_below(loss)
-    names = ["one", *(str(p) for p in range(len(workers)))]
-    used = [(r.peak_memory - r.base_memory) / 2**20 for r in (single, *workers)]
-    memory.bar(names, used, color=["tab:gray", *["tab:blue"] * len(workers)])
-    memory.set(title="Memory for training", xlabel="process", ylabel="MiB over the start")
-    _draw_bytes(traffic, workers, law)
-    figure.savefig(path, dpi=110)
-    return path
-
-
-def _draw_bytes(axes: Any, workers: list[DemoRun], law: list[dict[str, int]]) -> None:
-    for offset, label, totals in (
-        (-0.2, "counted", [sum(w.traffic.values()) / 2**20 for w in workers]),
-        (0.2, "by the law", [sum(row.values()) / 2**20 for row in law]),
-    ):
-        axes.bar([p + offset for p in range(len(workers))], totals, width=0.38, label=label)
-    axes.set(title="Halo rows and gradients", xlabel="worker", ylabel="MiB")
-    axes.set_xticks(range(len(workers)))
-    legend_below(axes)
+        sys.stderr.write(f"resumed from {path} after {done}\n")

@@ -192,7 +192,7 @@ class Graphs:
                     parts,
                     root,
                     method,
-                    node_ids=self._said(data),
+                    node_ids=self.lists_in(data),
                     levels={k: level for k, level in (self.levels or {}).items() if k in data},
                 )
             except FileExistsError:  # by another run, meanwhile
@@ -204,7 +204,7 @@ class Graphs:
         self.owners.setdefault(key, known)
         return str(root)
 
-    def _said(self, data: Graph) -> dict[str, bool]:
+    def lists_in(self, data: Graph) -> dict[str, bool]:
         """Returns which attributes are lists of node ids; others may hold some, which stay global.
 
         A node tensor is indexed by global ids, so either is right; lists are divided.

@@ -36,7 +36,7 @@ from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors.sparse import unsorted_matrices
 from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
-from pyg_sar.tools.script_loaders import of_whole_graph
+from pyg_sar.tools.script_loaders import divided, in_place_here
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_together import Together
 
@@ -340,24 +340,33 @@ class Process:
 
         def whole_graph(name: str, real: Function) -> Function:
             def make(loader: Any, *args: Any, **kwargs: Any) -> None:
-                if self.here() is not None and "_of_whole_graph" not in loader.__dict__:
-                    given = of_whole_graph(real, loader, args, kwargs)
+                if self.here() is not None and "_made_here" not in loader.__dict__:
+                    given = in_place_here(real, loader, args, kwargs)
                     if given is None:
                         raise DistributedIndexError(
-                            f"'{name}' under 'pyg-sar run': the script trains on mini-batches or "
-                            "many graphs, which need no distributed graph. Run it with python, or "
-                            "on all of one graph; graphs that are each too large for one worker: "
-                            "call pyg_sar.scatter(batch) in the loop, and start it by torchrun"
+                            f"'{name}' under 'pyg-sar run': the script trains on mini-batches of a "
+                            "graph, which need no distributed graph. Run it with python, or on all "
+                            "of one graph"
                         )
                     args, kwargs = (), given
-                    loader.__dict__["_of_whole_graph"] = True
+                    loader.__dict__["_made_here"] = True
                 real(loader, *args, **kwargs)
 
             return make
 
+        def batches(real: Function) -> Function:
+            def iterate(loader: Any) -> Any:
+                worker, found = self.here(), real(loader)
+                if worker is None or not loader.__dict__.get("_of_many"):
+                    return found
+                return map(partial(divided, graphs=worker.graphs), found)
+
+            return iterate
+
         for name, kind in vars(torch_geometric.loader).items():
             if isinstance(kind, type) and "__init__" in vars(kind):
                 put(kind, "__init__", partial(whole_graph, name))
+        put(torch_geometric.loader.DataLoader, "__iter__", batches)
         traced = "a distributed model can't be traced: leave the call out (of SummaryWriter: "
         traced += "add_graph)"
         put(torch.jit, "trace", partial(refused, "torch.jit.trace", traced))

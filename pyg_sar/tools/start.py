@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +90,70 @@ def _hosts_parts(root: str, hosting: dict[str, Any]) -> bool:
     with suppress(PartitionError):  # All workers raise it together, later.
         return read_metadata(root).num_parts > place.world_size
     return False
+
+
+def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
+    """Returns what a file of options says, as the command line would.
+
+    Args:
+        command: The command whose options they are.
+        path: A ``.json`` file, or a ``.yaml`` or ``.yml`` one: one mapping from names of options
+            (``weight_decay`` or ``weight-decay``) to values; ``true`` gives a switch, ``null`` and
+            ``false`` leave one out.
+
+    Raises:
+        ImportError: For YAML without PyYAML, which this package does not bring.
+        ValueError: When it is no such mapping, or names what is no option.
+    """
+    names = {
+        option.removeprefix("--").replace("-", "_"): action
+        for action in command._actions
+        for option in action.option_strings
+        if option.startswith("--") and option not in ("--help", "--config")
+    }
+    found = _read_options(path)
+    unknown = [str(key) for key in found if str(key).replace("-", "_") not in names]
+    if unknown:
+        near = get_close_matches(unknown[0].replace("-", "_"), names, 1)
+        hint = f"did you mean {near[0]!r}" if near else "pyg-sar train --help lists them"
+        raise ValueError(f"--config {path}: {', '.join(unknown)}: there is no such option; {hint}")
+    arguments = []
+    for key, value in found.items():
+        action = names[str(key).replace("-", "_")]
+        option = action.option_strings[-1]
+        may_stand_alone = action.nargs in (0, "?")
+        if value is None or (value is False and may_stand_alone):
+            continue
+        if isinstance(value, bool) and {"on", "off"} <= set(action.choices or ()):
+            value = "on" if value else "off"  # YAML's words for true and false.
+        alone = value is True and may_stand_alone
+        if not alone and (isinstance(value, bool | dict) or action.nargs == 0):
+            raise ValueError(f"--config {path}: {key}: {value!r} is no value of {option}")
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        arguments.append(option if alone else f"{option}={text}")
+    return arguments
+
+
+def _read_options(path: str) -> dict[Any, Any]:
+    text = Path(path).read_text(encoding="utf-8")
+    if Path(path).suffix == ".json":
+        found = json.loads(text)
+    elif Path(path).suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"--config {path}: YAML is read by PyYAML (pip install pyyaml); or write JSON"
+            ) from error
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
+    else:
+        raise ValueError(f"--config {path}: expected a file .json, .yaml or .yml")
+    if not isinstance(found, dict):
+        raise ValueError(f"--config {path}: expected options by name (got {type(found).__name__})")
+    return found
 
 
 def node_ids_of(text: str) -> dict[str, bool]:

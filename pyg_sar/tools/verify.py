@@ -50,12 +50,12 @@ from pyg_sar.tools.comparison import (
     watched,
     without_dropout,
 )
+from pyg_sar.tools.models import Call, call_with
 from pyg_sar.train.hosted import HostedRun, backward_case
 from pyg_sar.wording import counted
 
-__all__ = ["call_with", "sample_nodes", "verify"]
+__all__ = ["sample_nodes", "verify"]
 
-Call = Callable[[nn.Module, Data], Any]
 _MOST_FAILURES = 50
 _TRIES = 8
 
@@ -180,18 +180,6 @@ def _check_arguments(
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     if not isinstance(tolerance, int | float) or not tolerance >= 0:
         raise ValueError(f"Expected 'tolerance' to be a number of at least 0 (got {tolerance!r})")
-
-
-def call_with(names: Sequence[str]) -> Call:
-    """Returns a ``call`` that passes the attributes ``names`` of the graph by keyword."""
-
-    def call(model: nn.Module, data: Data) -> Any:
-        missing = [name for name in names if name not in data and name != "data"]
-        if missing:
-            raise ValueError(f"'data' has no {missing}; it has {', '.join(map(str, data.keys()))}")
-        return model(**{name: data if name == "data" else data[name] for name in names})
-
-    return call
 
 
 def _required(model: nn.Module, data: Data) -> list[str]:

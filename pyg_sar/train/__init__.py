@@ -1,7 +1,7 @@
 """Training: the loop, its settings, checkpoints, reports."""
 
 from pyg_sar.comm.processes import SignalNotice
-from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
+from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TensorBoard, TqdmProgress
 from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, check_flow
@@ -19,6 +19,7 @@ __all__ = [
     "NeighborSampling",
     "Report",
     "SignalNotice",
+    "TensorBoard",
     "TqdmProgress",
     "TrainConfig",
     "TrainResult",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
@@ -139,6 +140,44 @@ class LineProgress(Callback):
             figures = _figures(record.loss, record.scores)
             text = "  ".join(f"{name} {value}" for name, value in figures.items())
             self.write(f"epoch {record.epoch:4d}  {text}")
+
+
+class TensorBoard(Callback):
+    """Writes each epoch's loss, learning rate and scores for TensorBoard, on rank 0.
+
+    Args:
+        folder: Where TensorBoard's files go. A resumed run replaces epochs after its checkpoint.
+
+    Raises:
+        ModuleNotFoundError: When tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "TensorBoard's files are written by the package tensorboard, which is not "
+                "installed: pip install tensorboard"
+            )
+        self.folder = os.fspath(folder)
+        self._writer: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.comm.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self.folder, purge_step=trainer.epoch + 1)
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if self._writer is not None:
+            numbers = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm}
+            for name, value in (numbers | (record.scores or {})).items():
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.epoch)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 class CheckpointEvery(Callback):

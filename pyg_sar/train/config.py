@@ -168,7 +168,10 @@ class TrainResult(Shown):
         first = f"{counted(self.epochs, 'epochs')}, last loss {self.losses[-1]:.6f}"
         lines = [first + (", stopped early" if self.stopped_early else "")]
         if self.best is not None:
-            values = ((s, self.best.get(f"{s}_accuracy")) for s in ("train", "val", "test"))
-            scores = "  ".join(f"{name} {value:.4f}" for name, value in values if value is not None)
-            lines.append(f"best epoch {self.best_epoch}: {scores}")
+            names = dict.fromkeys(name.partition("_")[2] for name in self.best)
+            for metric in [name for name in names if name != "loss"] or ["loss"]:
+                values = ((s, self.best.get(f"{s}_{metric}")) for s in ("train", "val", "test"))
+                scores = "  ".join(f"{split} {v:.4f}" for split, v in values if v is not None)
+                of = "" if metric == "accuracy" else f" {metric}:"
+                lines.append(f"best epoch {self.best_epoch}:{of} {scores}")
         return "\n".join(lines)

@@ -46,7 +46,7 @@ from pyg_sar.train.targets import SPLITS
 from pyg_sar.train.trainer import Callback, Trainer
 
 _METRICS = "metrics.jsonl"
-_SUMMARY = "summary.json"
+SUMMARY = "summary.json"
 _SETTINGS = "config.json"
 _KINDS = (*HALO_KINDS, "others")  # What else is sent: sums of losses and gradients, agreements.
 _PACKAGES = ("pyg_sar", "torch", "torch_geometric", "numpy")
@@ -121,7 +121,7 @@ class Report(Callback):
             outcome["hosting"] = hosting
         del outcome["losses"]  # They are in metrics.jsonl.
         with self._going_on():
-            _write_json(self.folder / _SUMMARY, outcome)
+            write_json(self.folder / SUMMARY, outcome)
             draw_report(self.folder)
 
     @contextmanager
@@ -155,7 +155,7 @@ class Report(Callback):
                 )
             lines = [m for m in read_metrics(self.folder) if m["epoch"] <= trainer.epoch]
         else:
-            names = (_SETTINGS, _SUMMARY, _PICTURE, "metadata.json")
+            names = (_SETTINGS, SUMMARY, _PICTURE, "metadata.json")
             foreign = [name for name in names if (self.folder / name).exists()]
             if foreign and not self.overwrite:
                 raise ValueError(f"{foreign[0]!r} is there, of no report; choose another folder")
@@ -173,7 +173,7 @@ class Report(Callback):
             "cpus": os.cpu_count(),
             "versions": _versions(),
         }
-        _write_json(self.folder / _SETTINGS, settings | self.config)
+        write_json(self.folder / _SETTINGS, settings | self.config)
 
     def _gather_figures(self, comm: Communicator) -> dict[str, Any]:
         """Returns bytes of this epoch of every part, and the memory of every worker."""
@@ -222,7 +222,8 @@ def _line(record: EpochRecord) -> dict[str, Any]:
     return line | scores
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file of a report, in one step."""
     replace_file(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
 
 
@@ -257,7 +258,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def hosting_lines(folder: str | os.PathLike[str]) -> list[str]:
     """Returns a table of what hosted parts kept, computed again and moved; none without hosts."""
     try:
-        summary = json.loads(read_text(Path(folder) / _SUMMARY))
+        summary = json.loads(read_text(Path(folder) / SUMMARY))
     except OSError:  # The report could not be written, of which it has warned.
         return []
     return describe_hosting(summary["hosting"]) if "hosting" in summary else []
