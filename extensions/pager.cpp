@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstring>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 2;
 constexpr int64_t kMostCached = 1LL << 30;
+constexpr int64_t kPeriod = 4096;  // allocations: some steps of a training
 
 // A region in memory is up to two of the kernel's mappings, and the gap to the next one a third.
 int64_t most_maps() {
@@ -45,7 +47,7 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
     // A child finds all states as they are between two steps.
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] {
-                     instance().forked_ = instance().open_.load();
+                     instance().forked_ = instance().open_ && !instance().keeps_;
                      instance().mutex_.unlock();
                    });
   }
@@ -69,9 +71,24 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   stopping_ = write_failed_ = false;
   ++generation_;
   install_handler();
+  most_live_ = {};
   open_ = true;
   if (store_)
     for (int64_t i = 0; i < threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+// What is kept needs no handler and no threads: a forked process goes on with it.
+bool Pager::keep() {
+  rlimit addresses;
+  if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur != RLIM_INFINITY) return false;
+  try {
+    open(1, 0, "", 0);
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  keeps_ = true;
+  remove_handler();
+  return true;
 }
 
 void Pager::stop_workers() {
@@ -86,6 +103,7 @@ void Pager::stop_workers() {
 
 void Pager::close() {
   if (!open_ || forked_) return;
+  keeps_ = false;
   stop_workers();
   Lock lock(mutex_);
   const int64_t budget = std::exchange(budget_, kNoLimit);
@@ -178,7 +196,7 @@ Region* Pager::reuse(int64_t bytes) {
   const auto found = cached_.lower_bound(bytes);
   if (found == cached_.end() || found->first > bytes + bytes / 8) return nullptr;
   Region* r = found->second;
-  if (!protect_pages(r->base, bytes, true)) return nullptr;
+  if (!keeps_ && !protect_pages(r->base, bytes, true)) return nullptr;
   if (r->bytes > bytes && !drop_pages(r->base + bytes, r->bytes - bytes)) return nullptr;
   cached_.erase(found);
   cached_bytes_ -= r->bytes;
@@ -189,7 +207,9 @@ Region* Pager::reuse(int64_t bytes) {
 
 bool Pager::drop_cached() {
   if (cached_.empty()) return false;
-  const auto last = std::prev(cached_.end());
+  auto last = std::prev(cached_.end());
+  if (keeps_)  // the one that was freed first: steps of a training free the same sizes again
+    last = std::ranges::min_element(cached_, {}, [](const auto& one) { return one.second->stamp; });
   Region& r = *last->second;
   if (!drop_pages(r.base, r.bytes)) return false;
   cached_.erase(last);
@@ -200,9 +220,25 @@ bool Pager::drop_cached() {
   return true;
 }
 
+// Resident bytes that 'bytes' more may make. What is kept never makes more than were alive at once, lately.
+int64_t Pager::limit(int64_t bytes) const {
+  return keeps_ ? std::max({most_live_[0], most_live_[1], live() + bytes}) : budget_;
+}
+
+void Pager::see_live() {
+  if (++allocations_ > kPeriod) {
+    allocations_ = 0;
+    most_live_ = {live(), most_live_[0]};
+    while (exceeds(0) && drop_cached()) {
+    }
+  }
+  most_live_[0] = std::max(most_live_[0], live());
+}
+
 // Its pages stay for others.
 void Pager::keep(Region& r) {
   r.state = State::kCached;
+  r.stamp = ++clock_;
   cached_.emplace(r.bytes, &r);
   cached_bytes_ += r.bytes;
 }
@@ -217,6 +253,10 @@ void Pager::let_go(Region& r) {
 void* Pager::allocate(int64_t wanted, int64_t arena) {
   const int64_t bytes = whole_pages(wanted);
   Lock lock(mutex_);
+  if (arena == kKept) {
+    if (!open_ || !keeps_ || (maps_ >= most_maps_ && cached_.empty())) return nullptr;
+    arena = 0;
+  }
   Region* r = nullptr;
   last_error_ = 0;
   if (more_at_once_ > 0) {  // the first place after the operator where an error can be raised
@@ -227,7 +267,10 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   }
   {
     const Stopwatch watch(exceeds(bytes) ? &count_.waited : nullptr);
-    if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
+    if (!make_room(lock, bytes, 0, &r)) {
+      if (keeps_) return nullptr;
+      C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
+    }
   }
   if (r == nullptr) {
     r = unused();
@@ -235,6 +278,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
     if (r->base == nullptr || !fresh_pages(r->base, bytes)) {
       const int error = errno;
       if (r->base != nullptr) reservation_.give(r->base, r->slots);
+      if (keeps_) return nullptr;
       C10_THROW_ERROR(OutOfMemoryError, "pyg_sar's pager: the system gives no pages for a tensor of " +
                                             std::to_string(bytes) + " bytes: " + std::strerror(error));
     }
@@ -242,6 +286,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
     r->bytes = bytes;
     hold(bytes);
   }
+  if (keeps_) see_live();
   r->arena = arena;
   r->stamp = ++clock_;
   r->born = births_[arena]++;
@@ -278,7 +323,7 @@ void Pager::retire(Region& r) {
     r.place = -1;
     if (r.state != State::kOut) {
       keep(r);
-      const int64_t most = std::min(budget_ / 8, kMostCached);
+      const int64_t most = keeps_ ? kNoLimit : std::min(budget_ / 8, kMostCached);
       while (cached_bytes_ > most && drop_cached()) {
       }
       changed_.notify_all();

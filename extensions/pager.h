@@ -70,11 +70,17 @@ class Pager {
   void open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads);
   // Brings everything in; what is alive stays where it is. Throws where memory or disk fail, still open.
   void close();
+  // Without a budget and a store: all threads' allocations are taken, and pages of freed ones are kept for the next
+  // ones, as many as were alive lately. Returns false where the system gives no addresses.
+  bool keep();
+  bool keeps() const { return keeps_; }
   bool is_open() const { return open_ && !forked_; }
   uint64_t generation() const { return generation_; }
   bool forked() const { return forked_; }
 
-  void* allocate(int64_t bytes, int64_t arena);  // throws c10::OutOfMemoryError
+  // Throws c10::OutOfMemoryError. kKept: null where pages are not kept, or no more can be.
+  static constexpr int64_t kKept = -1;
+  void* allocate(int64_t bytes, int64_t arena);
   void release(void* data);
   bool owns(const void* address) const { return reservation_.find(address) != nullptr; }
 
@@ -108,6 +114,9 @@ class Pager {
   void keep(Region& r);
   void let_go(Region& r);
   bool drop_cached();
+  int64_t live() const { return count_.resident - cached_bytes_; }
+  int64_t limit(int64_t bytes) const;
+  void see_live();
   Region* unused();
   void hold(int64_t bytes);
   std::string refusal(int64_t bytes) const;
@@ -123,7 +132,7 @@ class Pager {
   bool bring_in(Lock& lock, Region& r, Access access, bool demand);
   bool fill(Lock& lock, Region& r, bool writable, bool demand);
   bool thrashes(Region& r);
-  bool exceeds(int64_t bytes) const { return count_.resident + bytes > budget_; }
+  bool exceeds(int64_t bytes) const { return count_.resident + bytes > limit(bytes); }
 
   // pager_workers.cpp
   void work();
@@ -140,7 +149,7 @@ class Pager {
   // Held by no thread that may miss a region: no code under it reads or writes one. So the handler may take it.
   std::mutex mutex_;
   std::condition_variable changed_, work_;
-  std::atomic<bool> open_{false}, forked_{false};
+  std::atomic<bool> open_{false}, forked_{false}, keeps_{false};
   std::atomic<uint64_t> generation_{0};
   Reservation reservation_;
   std::unique_ptr<Store> store_;
@@ -156,6 +165,8 @@ class Pager {
   std::vector<std::thread> workers_;
   Counters count_;
   int64_t budget_ = 0, cached_bytes_ = 0, clean_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;
+  std::array<int64_t, 2> most_live_{};  // in this period and in the one before it
+  int64_t allocations_ = 0;             // in this period
   int64_t current_ = 0;
   std::atomic<int64_t> operations_{0}, operation_{0};
   int64_t too_large_ = -1;     // the last operator whose tensors didn't fit together

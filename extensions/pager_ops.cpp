@@ -14,7 +14,8 @@
 namespace pyg_sar::pager {
 namespace {
 
-constexpr int64_t kLeast = 16 << 10;  // bytes; smaller tensors are not paged
+constexpr int64_t kLeast = 16 << 10;     // bytes; smaller tensors are not paged
+constexpr int64_t kLeastKept = 1 << 20;  // smaller tensors are malloc's, which keeps them itself
 
 struct Entered {
   uint64_t generation = 0;
@@ -29,10 +30,15 @@ class PagedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     Pager& pager = Pager::instance();
-    const bool paged = static_cast<int64_t>(bytes) >= kLeast && entered.arena >= 0 &&
-                       pager.is_open() && entered.generation == pager.generation();
-    if (!paged) return usual_->allocate(bytes);
-    void* data = pager.allocate(static_cast<int64_t>(bytes), entered.arena);
+    const auto size = static_cast<int64_t>(bytes);
+    void* data = nullptr;
+    if (pager.keeps()) {
+      if (size >= kLeastKept) data = pager.allocate(size, Pager::kKept);
+    } else if (size >= kLeast && entered.arena >= 0 && pager.is_open() &&
+               entered.generation == pager.generation()) {
+      data = pager.allocate(size, entered.arena);
+    }
+    if (data == nullptr) return usual_->allocate(bytes);
     c10::profiledCPUMemoryReporter().New(data, bytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -91,7 +97,30 @@ void watch_operators() {
                                       .scopes({at::RecordScope::FUNCTION}));
 }
 
+bool keeping = false;  // pages of freed tensors are kept where no pager is open
+
+bool stop_keeping() {
+  if (!Pager::instance().keeps()) return true;
+  if (!allocator().remove()) return false;
+  Pager::instance().close();
+  return true;
+}
+
+// Returns whether they are now.
+bool keep_freed(bool on) {
+  keeping = on;
+  Pager& pager = Pager::instance();
+  if (!on) return !stop_keeping();
+  if (pager.is_open() || pager.forked()) return pager.keeps();
+  if (!pager.keep()) return false;
+  if (allocator().install()) return true;
+  pager.close();
+  return false;
+}
+
 void open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads) {
+  if (!stop_keeping())
+    throw std::runtime_error("another allocator of CPU tensors was installed after this one");
   Pager::instance().open(arenas, budget, directory, threads);
   if (allocator().install()) return watch_operators();
   Pager::instance().close();
@@ -108,6 +137,7 @@ void close() {
     throw;
   }
   at::removeCallback(std::exchange(watched, 0));
+  if (keeping) keep_freed(true);
 }
 
 void enter(int64_t arena) { entered = {Pager::instance().generation(), arena}; }
@@ -122,6 +152,7 @@ TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def("pager_built_with() -> str", [] { return std::string(TORCH_VERSION); });
   m.def("pager_open(int arenas, int budget, str directory, int threads) -> ()", &open);
   m.def("pager_close() -> ()", &close);
+  m.def("keep_freed(bool on) -> bool", &keep_freed);
   m.def("pager_enter(int arena) -> ()", &enter);
   m.def("pager_turn(int arena) -> ()", [](int64_t a) {
     install_handler();

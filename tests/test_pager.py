@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import pyg_sar
 from pyg_sar.errors import StoreError
-from pyg_sar.store import Pager
+from pyg_sar.store import Pager, PagerCounters
 from pyg_sar.store import pager as pager_library
+from pyg_sar.store.pager import keep_freed
 
 pytestmark = [
     pytest.mark.skipif(pager_library.why_missing() is not None, reason="no pager"),
@@ -59,8 +62,9 @@ def numbered(megabytes: int, number: int) -> torch.Tensor:
 def run(code: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Runs a script in a fresh process."""
     before = (
-        "import faulthandler, os, signal, sys\nfaulthandler.enable()\n"
-        "import torch\nfrom pyg_sar.store import Pager\ntorch.set_num_threads(1)\nMB = 1 << 20\n"
+        "import faulthandler, os, resource, signal, sys\nfaulthandler.enable()\n"
+        "import torch\nfrom pyg_sar.store import Pager\n"
+        "from pyg_sar.store.pager import keep_freed\ntorch.set_num_threads(1)\nMB = 1 << 20\n"
     )
     return subprocess.run(
         [sys.executable, "-c", before + textwrap.dedent(code), *map(str, arguments)],
@@ -552,6 +556,113 @@ def test_nothing_is_left_after_a_kill(tmp_path):
     )
     assert done.returncode == -signal.SIGKILL and done.stdout == "moved\n", done.stderr
     assert os.listdir(tmp_path) == []
+
+
+# Memory of freed tensors, kept without a pager #################################
+
+
+@pytest.fixture
+def kept() -> Iterator[Callable[[], PagerCounters]]:
+    """Memory of freed tensors is kept; returns what there is of it now."""
+    assert keep_freed(True)
+    yield lambda: PagerCounters(*torch.ops.pyg_sar.pager_counters())
+    assert not keep_freed(False)
+
+
+def step(sizes: list[int]) -> None:
+    """A step of a training: tensors of these MiB are made and freed, the last ones first."""
+    tensors = [numbered(size, size) for size in sizes]
+    assert [int(x.min()) for x in tensors] == [int(x.max()) for x in tensors] == sizes
+    while tensors:
+        tensors.pop()
+
+
+def minor_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_kept_memory_is_used_again_and_never_more_than_was_alive_at_once(kept):
+    step([1, 4, 2, 8, 3])
+    alive = kept().resident_bytes
+    assert alive == kept().peak_resident_bytes == 18 * MB
+    before = minor_faults()
+    for _ in range(20):
+        step([1, 4, 2, 8, 3])
+    assert minor_faults() - before < 20 * alive / 4096 / 20  # Anew they are as many as pages.
+    for sizes in ([16], [5, 5, 5], [7, 1, 9], [18], [17, 1]):
+        step(sizes)
+        assert kept().peak_resident_bytes == alive
+    step([10, 10])
+    assert kept().peak_resident_bytes == 20 * MB
+
+
+def test_a_part_of_kept_memory_is_not_counted_twice(kept):
+    step([8])
+    with_less = numbered(7, 7)  # at most an eighth less: its last pages go back to the system
+    assert kept().resident_bytes == with_less.numel() * 8 == 7 * MB
+    assert (with_less == 7).all()
+
+
+def test_memory_that_was_not_needed_lately_goes_back_to_the_system(kept):
+    step([40, 40])
+    assert kept().resident_bytes == 80 * MB
+    for _ in range(2 * 4096 + 2):
+        torch.empty(MB, dtype=torch.uint8)
+    assert kept().resident_bytes == MB
+
+
+def test_kept_memory_serves_all_threads_and_a_forked_child(kept):
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(numbered(4, 4)))
+    thread.start()
+    thread.join()
+    assert kept().resident_bytes == 4 * MB and (found[0] == 4).all()
+    child = os.fork()
+    if child == 0:
+        try:
+            found[0] += 1
+            step([4, 4])
+            right = kept().regions == 1 and bool((found.pop() == 5).all())
+            os._exit(0 if right and kept().regions == 0 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (found[0] == 4).all()
+
+
+def test_a_pager_comes_before_kept_memory_which_then_goes_on(kept, tmp_path):
+    first = numbered(4, 4)
+    with opened(tmp_path, 4 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(8)]
+        assert not keep_freed(True)
+        assert pager.counters().resident_bytes <= 4 * MB
+        assert all((x == i).all() for i, x in enumerate(tensors))
+    second = numbered(4, 5)
+    assert kept().resident_bytes == 4 * MB
+    assert (first == 4).all() and (second == 5).all()
+
+
+def test_memory_is_not_kept_where_addresses_are_few():
+    done = run(
+        """
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 36, 1 << 36))
+        assert not keep_freed(True)
+        assert torch.ones(MB).sum() == MB
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_init_keeps_memory_until_finalize():
+    assert not torch.ops.pyg_sar.pager_counters()[9]
+    pyg_sar.init()
+    try:
+        x = numbered(2, 2)
+        assert torch.ops.pyg_sar.pager_counters()[9] == 1
+    finally:
+        pyg_sar.comm.finalize()
+    y = numbered(2, 2)
+    assert torch.ops.pyg_sar.pager_counters()[9] == 1 and (x == y).all()
 
 
 # The process ##################################################################

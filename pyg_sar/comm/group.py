@@ -49,6 +49,7 @@ from pyg_sar.comm.store import AskedStore, connect, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label
+from pyg_sar.store.pager import keep_freed
 from pyg_sar.wording import counted
 
 __all__ = [
@@ -300,6 +301,7 @@ def join(
         return scope.comm
     scope.generation += 1
     scope.comm = _open(backend, timeout, target, parts, scope.generation, replicas or 1)
+    keep_freed(scope.comm.device.type == "cpu")
     return scope.comm
 
 
@@ -493,6 +495,7 @@ def finalize() -> None:
         torch.compiler.set_stance("default")
     if comm is not None:
         comm.close()
+        keep_freed(False)
 
 
 def adopt(comm: Communicator) -> None:

@@ -119,6 +119,26 @@ def why_missing() -> str | None:
     return None
 
 
+def keep_freed(on: bool) -> bool:
+    """Has this process keep the memory of freed CPU tensors of 1 MiB or more for the next ones.
+
+    The system clears each page that it gives, which takes as long as writing it. Tensors of all
+    threads are meant. With what is kept they take at most what they have taken at once, in the last
+    8,192 such allocations. Does nothing while a :class:`Pager` is open, whose budget says what
+    is kept; goes on when that is closed.
+
+    Args:
+        on: Whether to keep it. What is kept goes back to the system when this ends.
+
+    Returns:
+        Whether it is kept now: not where the pager's library is missing, where the process may have
+        so many addresses only (``ulimit -v``), or where another allocator has a higher priority.
+    """
+    if not sys.platform.startswith("linux") or why_missing() is not None:
+        return False
+    return bool(torch.ops.pyg_sar.keep_freed(on))
+
+
 class Pager:
     """The process's pager; a context manager that closes it.
 
