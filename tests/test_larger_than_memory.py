@@ -43,6 +43,7 @@ from pyg_sar.comm.hosting import host_parts
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.store.pager import keep_freed
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import Report, hosting_lines
@@ -138,6 +139,7 @@ def nothing_stays() -> Iterator[None]:
 def plain_steps(names: list[str]) -> dict[str, tuple[Tensor, int]]:
     """Plain PyG on the whole graph: gradients, and bytes beyond the start, of each model."""
     data, found = make_graph(NODES), {}
+    keep_freed(False)  # What one model leaves would count as the start of the next.
     for name in names:
         gc.collect()
         start = reset_peak_memory(torch.device("cpu"))
