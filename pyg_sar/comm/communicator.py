@@ -83,6 +83,8 @@ class Communicator(ABC):
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
+        self.compares = True
+        """Whether what stands beside rows is compared; ``verify`` finds out where it differs."""
         self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         """Those tensors, and what counted writes into them."""
         self.in_layer = False

@@ -60,7 +60,7 @@ from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
-_OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls"})
+_OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges"})
 _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
 
 

@@ -71,7 +71,8 @@ class SharedParameters:
         rows, and one for the state that random generators had when dropout, say, drew last.
         """
         rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
-        plain, beside = f"plain tensors: {comm.plain}", f"beside rows: {comm.beside}"
+        plain, beside = f"plain tensors: {comm.plain}", "beside rows: "
+        beside += str(comm.beside if comm.compares else 0)
         return [*rows, f"state of the random generators: {comm.drawn}", plain, beside]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:

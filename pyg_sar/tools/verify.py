@@ -382,6 +382,7 @@ def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
 
 def _worker(task: _Task) -> ModelPass:
     """Makes two passes: one is compared; the other is counted, when all that is kept is there."""
+    current().compares = False
     mine = load_partition(task.root)
     edges: Any = mine.get("edge_index", mine.get("adj_t"))
     joined: Edges = edges.edges if isinstance(edges, NodeTensor) else edges.places.edges
