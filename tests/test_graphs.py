@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data
+from torch_geometric.data.storage import AttrType
 from torch_geometric.utils import contains_self_loops, degree, is_undirected
 
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
@@ -482,7 +483,16 @@ class Harmful:
         return os.mkdir, ("harm",)
 
 
-def test_saved_data(tmp_path):
+@pytest.mark.parametrize("python", ["3.11.2", "3.11.4"])
+def test_saved_data(python, tmp_path, monkeypatch):
+    def by_name(member: AttrType, protocol: int) -> tuple[Any, ...]:
+        return getattr, (AttrType, member.name)
+
+    def by_value(member: AttrType, protocol: int) -> tuple[Any, ...]:
+        return AttrType, (member.value,)
+
+    # How members of enumerations are saved.
+    monkeypatch.setattr(AttrType, "__reduce_ex__", by_name if python == "3.11.2" else by_value)
     data = Data(
         x=torch.randn(3, 2),
         edge_index=torch.tensor([[0, 1], [1, 2]]),
@@ -504,6 +514,19 @@ def test_saved_data(tmp_path):
     data.x = data.x.to_sparse_csr()
     torch.save(data, tmp_path / "graph.pth")
     assert torch.equal(load_graph(str(tmp_path / "graph.pth")).x, data.x.to_dense())
+
+
+class Reached:
+    """Saved as an attribute of a class that a file may hold."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (Data, "__init__")
+
+
+def test_a_saved_file_reaches_no_attributes(tmp_path):
+    torch.save({"x": Reached()}, tmp_path / "graph.pt")
+    with pytest.raises(ValueError, match="can't be loaded safely: it needs getattr"):
+        load_graph(str(tmp_path / "graph.pt"))
 
 
 @pytest.mark.parametrize("old_format", [False, True])

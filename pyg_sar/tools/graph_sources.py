@@ -214,10 +214,11 @@ def safe_data_classes() -> Iterator[None]:
     classes += [HeteroData, NodeStorage, EdgeStorage]
     # PyG's cache of attribute levels is a defaultdict, which torch reads only as a dict.
     plain_dict: Any = (_empty_dict, "collections.defaultdict")
+    level: Any = (_level, "builtins.getattr")  # By which some Pythons save it.
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(
         [known for known in before if known is not defaultdict]
-        + [*classes, *numpy_types, np.ndarray, np.dtype, reconstruct, plain_dict]
+        + [*classes, *numpy_types, np.ndarray, np.dtype, reconstruct, plain_dict, level]
     )
     try:
         yield
@@ -228,6 +229,12 @@ def safe_data_classes() -> Iterator[None]:
 
 def _empty_dict(*_: Any) -> dict[Any, Any]:
     return {}
+
+
+def _level(kind: Any, name: str) -> AttrType:
+    if kind is not AttrType:
+        raise pickle.UnpicklingError("Unsupported global: GLOBAL getattr")
+    return AttrType[name]
 
 
 def load_saved(path: str | os.PathLike[str]) -> Data | HeteroData:
