@@ -14,6 +14,7 @@ from torch_geometric.nn import GAT, GraphNorm
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
+from pyg_sar.reduction import parameters
 from pyg_sar.tensors.rows import note_plain
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.run import RunConfig, say_kept, train_worker
@@ -190,6 +191,38 @@ def test_numbers_beside_rows_that_differ(begin, tmp_path):
         assert begin(trained_beside, 2, root, loss, False) == pytest.approx(
             [expected] * 2, rel=1e-9
         )
+
+
+def trained_on_unlike_processors(root):
+    """Losses of some steps, and how often the workers compared what they hold."""
+    comm, asked = pyg_sar.comm.current(), []
+
+    def processor(device):
+        asked.append(device)
+        return "AVX2", f"model {comm.rank}"
+
+    parameters._processor = processor
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 3).double())
+    losses = []
+    for _ in range(4):
+        model.zero_grad()
+        loss = scaled(model, data, 1e-15 * comm.rank)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, len(asked)
+
+
+def test_unlike_processors_compare_numbers_beside_rows_once(tmp_path):
+    """What these compute alike differs by roundings, in every step."""
+    root = Partitions(tmp_path)(make_graph(), 2)
+    torch.manual_seed(0)
+    data = make_graph()
+    torch.manual_seed(0)
+    expected = scaled(GAT(data.x.size(1), 4, 2, 3).double(), data, 0).item()
+    for losses, asked in workers(trained_on_unlike_processors, 2, root):
+        assert losses == pytest.approx([expected] * 4, rel=1e-9) and asked == 1
 
 
 class Several:

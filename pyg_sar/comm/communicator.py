@@ -81,12 +81,13 @@ class Communicator(ABC):
         """Tells the state of the random generators after the last draw of rows of all workers."""
         self.plain = 0
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
+        self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        """Those tensors, and what counted writes into them."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
         self.compares = True
-        """Whether what stands beside rows is compared; ``verify`` finds out where it differs."""
-        self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        """Those tensors, and what counted writes into them."""
+        """Says if that is compared: not by ``verify``, which finds where it differs, nor between
+        unlike processors, which round differently."""
         self.in_layer = False
         """Says if a layer computes: modules in it get this worker's rows."""
         self.made_edges: Any = None

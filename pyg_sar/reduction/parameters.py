@@ -146,6 +146,7 @@ def reconcile(
         "plain tensors" if len(kinds) > 1 else None,
     )
     settings = [line for line in settings if line.partition(":")[0] not in rounded]
+    comm.compares &= len(models) == 1  # Else each step would come here.
     unlike = first_difference(settings, comm)
     if unlike is not None:
         rank, here, first = unlike
