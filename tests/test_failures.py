@@ -619,6 +619,39 @@ def test_a_question_to_the_store_is_not_asked_once_a_worker_is_lost():
     store.close()
 
 
+def test_a_store_that_dies_as_the_program_ends(light, tmp_path):
+    """The thread that still asked it came back in the interpreter's shutdown: SIGABRT."""
+    script = tmp_path / "ends.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import atexit, os, signal, sys, time
+            import torch.distributed as dist
+            from pyg_sar.comm.store import AskedStore, host_store
+
+            ready, say = os.pipe()
+            if (host := os.fork()) == 0:
+                store = host_store("127.0.0.1", 0)
+                os.write(say, str(store.port).encode())
+                time.sleep(100)
+            port = int(os.read(ready, 9))
+            atexit.register(lambda: os.kill(host, signal.SIGKILL))  # After all that follow.
+            asked = AskedStore(
+                lambda: dist.TCPStore("127.0.0.1", port, is_master=False), patience=0.5
+            )
+            asked.set("key", "value")
+            os.kill(host, signal.SIGSTOP)
+            try:
+                asked.get("key")
+            except TimeoutError:
+                sys.exit(7)
+            """
+        )
+    )
+    done = run([str(script)], light)
+    assert done.returncode == 7, done.stderr
+
+
 def test_workers_whose_starter_is_gone(quick, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("RANK", "1")

@@ -8,6 +8,7 @@ before have none.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -45,7 +46,7 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.comm.processes import addresses_from, this_process
 from pyg_sar.comm.processes import place as place_of
-from pyg_sar.comm.store import AskedStore, connect, reconnect
+from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label
@@ -449,6 +450,9 @@ def _join(
             made.set_exception(error)
 
     # On a thread that can be left behind: nothing ends a backend's wait for a worker that is gone.
+    at_end = partial(end_with_program, made, setting.store)
+    atexit.register(at_end)
+    made.add_done_callback(lambda _: atexit.unregister(at_end))
     threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
     while not wait([made], 0.1).done:
         watch.check()

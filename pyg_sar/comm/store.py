@@ -4,10 +4,18 @@
 does: there is no timeout where that was stopped, or can't be reached any more. So a thread of its
 own asks, and whoever wants to know waits for that thread: as long as it likes, or until the watch
 has found out who is lost.
+
+[Note: the program's end] A thread that comes back from C++ while the interpreter shuts down aborts the
+process, and a silent store may answer, or be killed, at that very moment. So where an answer is still
+waited for as the program ends, its connections to the store are shut down first: the thread comes
+back with an error while Python still runs.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import queue
 import socket
 import threading
@@ -29,6 +37,7 @@ from pyg_sar.wording import counted
 PROBE = 5.0  # Seconds that one attempt to reach the store's port may take.
 REFUSED = 5.0  # Seconds of refusals after which a launcher's store is gone: it was there before.
 STEP = 0.1  # Seconds between two looks at what the watch has found.
+RETURN = 5.0  # Seconds for a thread to come back from a connection that was shut down.
 
 Check = Callable[[], None]
 """Raises once the watch has found that a worker, or the launcher, is lost."""
@@ -163,6 +172,21 @@ def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTi
 # Questions ####################################################################
 
 
+def end_with_program(answer: Future[Any], store: dist.Store | None) -> None:
+    """Ends the wait for an answer that needs the store. See [Note: the program's end]."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if answer.done() or not isinstance(store, dist.TCPStore):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        # What is no connection any more, or none to a port, has no such peer.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if inet and connection.getpeername()[1] == store.port:
+                connection.shutdown(socket.SHUT_RDWR)
+    wait([answer], RETURN)
+
+
 class AskedStore:
     """A store that a thread of its own asks. See [Note: a store that is silent].
 
@@ -188,6 +212,7 @@ class AskedStore:
         self._last: Future[Any] = Future()
         self._last.set_result(None)
         # A daemon: where the store is silent it never comes back.
+        atexit.register(self._end_with_program)
         threading.Thread(target=self._answer, name="pyg_sar store", daemon=True).start()
 
     def _answer(self) -> None:
@@ -198,7 +223,11 @@ class AskedStore:
             except BaseException as error:
                 answer.set_exception(error)
             del entry, question, answer  # Nothing is held while it waits for the next one.
+        atexit.unregister(self._end_with_program)
         self._store = None
+
+    def _end_with_program(self) -> None:
+        end_with_program(self._last, self._store)
 
     def close(self) -> None:
         """Ends the thread, and lets the store go."""
