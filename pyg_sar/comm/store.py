@@ -5,10 +5,10 @@ does: there is no timeout where that was stopped, or can't be reached any more. 
 own asks, and whoever wants to know waits for that thread: as long as it likes, or until the watch
 has found out who is lost.
 
-[Note: the program's end] A thread that comes back from C++ while the interpreter shuts down aborts the
-process, and a silent store may answer, or be killed, at that very moment. So where an answer is still
-waited for as the program ends, its connections to the store are shut down first: the thread comes
-back with an error while Python still runs.
+[Note: the program's end] A thread that comes back from C++ while the interpreter shuts down aborts
+the process, and a silent store may answer, or be killed, at that very moment. So where an answer is
+still waited for as the program ends, its connections to the store are shut down first: the thread
+comes back with an error while Python still runs.
 """
 
 from __future__ import annotations
