@@ -56,6 +56,7 @@ def train(root: Path, model: nn.Module, processes: int) -> list[Any]:
     before = read_bytes()
     item = series[2]
     count = read_bytes() - before
+    assert item.pop("snapshot") == 2
     expected = sum(t.nbytes for t in item.values())
     # The second term: what reading /proc/self/io itself counts.
     assert comm.host is not None or expected <= count <= expected + 300
@@ -95,6 +96,32 @@ def test_snapshots_equal_one_process(start: Any, world: int, processes: int, tmp
                 assert error(a, b) < TOLERANCE
 
 
+def train_on(root: Path, model: nn.Module, seeds: list[int], processes: int, look: bool) -> str:
+    """Takes an order of snapshots that each worker draws by a seed of its own."""
+    rank = pyg_sar.init().rank
+    data, model = pyg_sar.load_partition(root), pyg_sar.distribute(copy.deepcopy(model))
+    order = torch.Generator().manual_seed(seeds[rank])
+    for batch in DataLoader(load_series(root), 2, True, generator=order, num_workers=processes):
+        if look and rank == 1:
+            assert batch["x"].size(0) == len(batch["snapshot"])  # On one worker, and no operation.
+        x, y = (pyg_sar.from_local(rows, data, dim=1) for rows in (batch["x"], batch["y"]))
+        try:
+            one_step(model, (x - 1) / 2, data.edge_index, y)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("start", [workers, parts])
+def test_workers_that_take_different_snapshots(start: Any, tmp_path: Path):
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "p", series=arrays())
+    model = SAGEConv(CHANNELS, 3).double()
+    given = tmp_path / "p", model, [5, 6]
+    for text in (*start(train_on, 2, *given, 0, False), *start(train_on, 2, *given, 2, False)):
+        assert "got different numbers" in text and "the number of a snapshot" in text
+    assert start(train_on, 2, tmp_path / "p", model, [5, 5], 2, True) == ["", ""]
+
+
 def test_arrays_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pyg_sar.partition import series as module
 
@@ -120,6 +147,7 @@ def test_what_is_refused(tmp_path: Path):
         ({"x": x[:0]}, r"got \[0, 40, 6\]"),
         ({"x": torch.from_numpy(x)}, "is a tensor"),
         ({"x": x.astype("U4")}, "dtype <U4"),
+        ({"snapshot": x}, "a name other than 'snapshot'"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             pyg_sar.write_partitions(data, 2, tmp_path / "p", series=series)
@@ -136,9 +164,19 @@ def test_what_is_refused(tmp_path: Path):
     with pytest.raises(IndexError, match="there are 7 snapshots"):
         load_series(tmp_path / "q")[7]
     (file,) = (tmp_path / "q").glob("series-*")
-    file.write_bytes(b"short")
-    with pytest.raises(PartitionError, match="has 5 bytes instead of 13,440"):
-        load_series(tmp_path / "q")
+    content = bytearray(file.read_bytes())
+    content[3 * 1920 + 5] ^= 1
+    file.write_bytes(content)
+    assert torch.equal(load_series(tmp_path / "q")[2]["x"], torch.from_numpy(x[2]))
+    with pytest.raises(PartitionError, match="altered: the checksum of snapshot 3 differs; copy"):
+        load_series(tmp_path / "q")[3]
+    content[-1] ^= 1
+    for wrong, size in ((content, "13,468"), (b"short", "5")):
+        file.write_bytes(wrong)
+        with pytest.raises(
+            PartitionError, match=f"has {size.replace(',', '')} bytes instead of 13,4"
+        ):
+            load_series(tmp_path / "q")
     rows = pyg_sar.load_partition(tmp_path / "p")
     with pytest.raises(ValueError, match="this worker's 40 of 40 rows"):
         pyg_sar.from_local(torch.zeros(2, 39, 1), rows, dim=1)

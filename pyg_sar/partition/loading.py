@@ -102,7 +102,9 @@ def place_of(device: torch.device | str | None, comm: Communicator) -> torch.dev
 
 def _digest(metadata: PartitionMetadata) -> bytes:
     """Returns 32 bytes that tell this partition from others."""
-    return hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode()).digest()
+    files = [part.sha256 for part in metadata.parts]
+    files += [end for info in metadata.series.values() for end in info.sha256]
+    return hashlib.sha256("".join(files).encode()).digest()
 
 
 def _check_together(

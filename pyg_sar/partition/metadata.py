@@ -226,6 +226,7 @@ SERIES = {
         f"[T, {known['num_nodes']}, ...]",
     ),
 }
+SERIES_FILE = {"file": same("file"), "bytes": same("size"), "sha256": text()}
 STORE = {
     "name": many("texts", _is_str, "length"),
     "count": count(),
@@ -266,12 +267,13 @@ class PartInfo(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeriesInfo(Shown):
-    """Snapshots of all nodes: dtype, ``[T, N, *]``, and of each part the file and its bytes."""
+    """Snapshots of all nodes: dtype, ``[T, N, *]``, and each part's file, bytes and checksum."""
 
     dtype: str
     shape: list[int]
     files: list[str]
     bytes: list[int]
+    sha256: list[str]  # Of the checksums of its snapshots.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -437,16 +439,13 @@ def _series(fields: Fields, statistics: PartitionStatistics) -> dict[str, Series
     for number, (name, row) in enumerate(fields.objects("series").items()):
         dtype, shape = row.read(SERIES, num_nodes=statistics.num_nodes).values()
         each = math.prod((shape[0], *shape[2:], getattr(torch, dtype).itemsize))
-        info = SeriesInfo(
-            dtype=dtype,
-            shape=shape,
-            files=[series_file(number, p, count) for p in range(count)],
-            bytes=[nodes * each for nodes in statistics.nodes],
-        )
-        rows = zip(info.files, info.bytes, row.rows("files", count), strict=True)
-        for file, size, given in rows:
-            given.read({"file": same("file"), "bytes": same("bytes")}, file=file, bytes=size)
-        found[name] = info
+        files = [series_file(number, p, count) for p in range(count)]
+        sizes = [nodes * each + 4 * shape[0] for nodes in statistics.nodes]
+        rows = zip(files, sizes, row.rows("files", count), strict=True)
+        sums = [
+            given.read(SERIES_FILE, file=file, size=size)["sha256"] for file, size, given in rows
+        ]
+        found[name] = SeriesInfo(dtype=dtype, shape=shape, files=files, bytes=sizes, sha256=sums)
     return found
 
 

@@ -1,13 +1,17 @@
 """Snapshots of one graph in time: each worker reads its own rows of those that it needs.
 
 A part's file of a series is ``[T, n_p, *]`` in row-major order, without a header: a snapshot is one
-run of bytes.
+run of bytes. Behind them stands a CRC-32 of each snapshot, ``[T]``, of which the metadata has the
+SHA-256: so what is read is known to be what was written, without reading all of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import zlib
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,17 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 from torch_geometric.data import HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import flush
 from pyg_sar.partition.metadata import SeriesInfo, read_metadata, series_file
+from pyg_sar.tensors.rows import note_first
 from pyg_sar.wording import counted
 
 SERIES_FILES = r"series-\d+-\d+-of-\d+\.bin"
+SNAPSHOT = "snapshot"  # what an item says of itself: no series has this name
 _PIECE = 2**26  # bytes that are read of an array at once
+_CRC = np.dtype("<u4")
+_AGAIN = "copy it again or partition the graph anew"
 
 
 def check_series(series: Mapping[str, Any], data: Any) -> None:
@@ -37,13 +45,15 @@ def check_series(series: Mapping[str, Any], data: Any) -> None:
         shape = tuple(getattr(array, "shape", ()))
         if (
             not isinstance(name, str)
+            or name == SNAPSHOT
             or len(shape) < 2
             or not shape[0]
             or shape[1] != data.num_nodes
         ):
             raise ValueError(
                 f"Expected series[{name!r}] to have the shape [T, {data.num_nodes}, ...], a "
-                f"snapshot of all nodes for each of T times (got {list(shape)})"
+                f"snapshot of all nodes for each of T times (got {list(shape)}), and a name other "
+                f"than {SNAPSHOT!r}"
             )
         _dtype(name, array)
 
@@ -80,27 +90,64 @@ def write_series(
         report(f"writing {counted(shape[0], 'snapshots')} of '{name}'")
         step = max(_PIECE // max(math.prod(shape[1:]) * dtype.itemsize, 1), 1)
         paths = [folder / series_file(number, p, len(ids)) for p in range(len(ids))]
+        sums: list[list[int]] = [[] for _ in ids]
+        ends: list[bytes] = []
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in paths]
             for first in range(0, shape[0], step):
                 piece = np.asarray(array[first : first + step])
                 piece = piece.astype(piece.dtype.newbyteorder("="), copy=False)
-                for file, own in zip(files, rows, strict=True):
-                    file.write(np.take(piece, own, axis=1).tobytes())
+                for file, own, found_sums in zip(files, rows, sums, strict=True):
+                    for snapshot in piece:
+                        content = np.take(snapshot, own, axis=0).tobytes()
+                        file.write(content)
+                        found_sums.append(zlib.crc32(content))
+            for file, found_sums in zip(files, sums, strict=True):
+                ends.append(np.array(found_sums, _CRC).tobytes())
+                file.write(ends[-1])
         for path in paths:
             flush(path)
         found[name] = {
             "dtype": str(dtype).removeprefix("torch."),
             "shape": shape,
-            "files": [{"file": path.name, "bytes": path.stat().st_size} for path in paths],
+            "files": [
+                {
+                    "file": path.name,
+                    "bytes": path.stat().st_size,
+                    "sha256": hashlib.sha256(end).hexdigest(),
+                }
+                for path, end in zip(paths, ends, strict=True)
+            ],
         }
     return found
 
 
-class Series(Dataset[dict[str, Tensor]]):
-    """This worker's rows of the snapshots of a graph: item ``t`` is ``{name: [n_p, *]}``.
+class Snapshot(UserDict[str, Tensor]):
+    """Rows ``[n_p, *]`` of a snapshot by name, and its number as ``['snapshot']``.
 
-    Items are plain tensors, which ``torch.utils.data.DataLoader`` reads ahead of need in processes
+    PyTorch's ``default_collate`` makes a batch of several: rows ``[B, n_p, *]``, and B numbers.
+    Workers compare the numbers of those whose rows they take (:func:`note_first`): rows of
+    different snapshots make no graph.
+    """
+
+    _noted = False
+
+    def __getitem__(self, name: str) -> Tensor:
+        # A process that loads for this one takes rows only to stack them.
+        if not self._noted and get_worker_info() is None:
+            self._noted = True
+            note_first(self.data[SNAPSHOT], current())
+        return self.data[name]
+
+    def pin_memory(self) -> Snapshot:
+        """Returns the same in memory that a GPU copies from."""
+        return Snapshot({name: value.pin_memory() for name, value in self.data.items()})
+
+
+class Series(Dataset[Snapshot]):
+    """This worker's rows of the snapshots of a graph: item ``t`` is a :class:`Snapshot`.
+
+    Rows are plain tensors, which ``torch.utils.data.DataLoader`` reads ahead of need in processes
     of its own (``num_workers``). :func:`pyg_sar.from_local` makes tensors of the whole graph of
     them, ``from_local(item['x'], data)`` of a snapshot and ``from_local(batch['x'], data, dim=1)``
     of a batch ``[B, n_p, F]``, which layers with ``node_dim=-2`` take.
@@ -111,13 +158,12 @@ class Series(Dataset[dict[str, Tensor]]):
 
     Raises:
         PartitionError: There are no series, a file is missing or has another size, or series have
-            different numbers of snapshots.
+            different numbers of snapshots. By ``series[t]``: the file was altered.
         IndexError: By ``series[t]``: there is no snapshot ``t``.
     """
 
     def __init__(self, root: str | os.PathLike[str], part: int) -> None:
         metadata = read_metadata(root)
-        self._files: dict[str, tuple[Path, torch.dtype, list[int]]] = {}
         lengths = {name: info.shape[0] for name, info in metadata.series.items()}
         if len(set(lengths.values())) != 1:
             raise PartitionError(
@@ -125,41 +171,60 @@ class Series(Dataset[dict[str, Tensor]]):
                 "them by pyg_sar.write_partitions(..., series=...)"
             )
         self._length = next(iter(lengths.values()))
-        for name, info in metadata.series.items():
-            self._files[name] = self._file(Path(root), info, part, metadata.parts[part].num_nodes)
+        rows = metadata.parts[part].num_nodes
+        self._files = {
+            name: (
+                Path(root) / info.files[part],
+                getattr(torch, info.dtype),
+                [rows, *info.shape[2:]],
+            )
+            for name, info in metadata.series.items()
+        }
+        self._sums = {
+            name: self._sums_of(Path(root) / info.files[part], info, part)
+            for name, info in metadata.series.items()
+        }
 
     @staticmethod
-    def _file(
-        root: Path, info: SeriesInfo, part: int, rows: int
-    ) -> tuple[Path, torch.dtype, list[int]]:
-        path, size = root / info.files[part], info.bytes[part]
+    def _sums_of(path: Path, info: SeriesInfo, part: int) -> list[int]:
+        """Reads the checksum of each snapshot."""
+        size, end = info.bytes[part], b""
         found = path.stat().st_size if path.is_file() else None
-        if found != size:
+        if found == size:
+            with path.open("rb") as file:
+                file.seek(size - info.shape[0] * _CRC.itemsize)
+                end = file.read()
+        if hashlib.sha256(end).hexdigest() != info.sha256[part]:
             raise PartitionError(
-                f"'{path}' has {found} bytes instead of {size:,}; copy it again or partition the "
-                "graph anew"
+                f"'{path}' has {found} bytes instead of {size:,}, or checksums of other snapshots; "
+                f"{_AGAIN}"
             )
-        return path, getattr(torch, info.dtype), [rows, *info.shape[2:]]
+        return np.frombuffer(end, _CRC).tolist()
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, t: int) -> dict[str, Tensor]:
+    def __getitem__(self, t: int) -> Snapshot:
         if not -self._length <= t < self._length:
             raise IndexError(f"series[{t}]: there are {counted(self._length, 'snapshots')}")
-        found = {}
+        t %= self._length
+        found = {SNAPSHOT: torch.tensor(t)}
         for name, (path, dtype, shape) in self._files.items():
             found[name] = torch.empty(shape, dtype=dtype)
             flat = found[name].view(-1).view(torch.uint8).numpy().data
             with path.open("rb", buffering=0) as file:
-                file.seek(t % self._length * len(flat))
+                file.seek(t * len(flat))
                 done = 0
                 while done < len(flat):
                     count = file.readinto(flat[done:])
                     if not count:
-                        raise PartitionError(f"'{path}' ends within snapshot {t}; copy it again")
+                        raise PartitionError(f"'{path}' ends within snapshot {t}; {_AGAIN}")
                     done += count
-        return found
+            if zlib.crc32(flat) != self._sums[name][t]:
+                raise PartitionError(
+                    f"'{path}' was altered: the checksum of snapshot {t} differs; {_AGAIN}"
+                )
+        return Snapshot(found)
 
 
 def load_series(root: str | os.PathLike[str]) -> Series:
@@ -173,8 +238,9 @@ def load_series(root: str | os.PathLike[str]) -> Series:
             x = pyg_sar.from_local(batch["x"], data, dim=1)  # [8, N, F]
             loss = F.mse_loss(model(x, data.edge_index), ...)
 
-    All workers must take the same snapshots: a loader that shuffles draws alike on all workers
-    after ``load_partition``. Nothing is sent, and no checksum read.
+    All workers must take the same snapshots, or the next backward pass raises an error: a loader
+    that shuffles draws alike on all workers after ``load_partition``. Nothing is sent to read them.
+    A snapshot's checksum is compared.
 
     Args:
         root: The partition folder.

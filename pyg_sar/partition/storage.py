@@ -492,7 +492,7 @@ def read_part(
 
 
 def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
-    """Reads all parts and puts the whole graph together again, as it was written.
+    """Reads all parts and puts the whole graph together again, as it was written, without series.
 
     Raises:
         PartitionError: When a file is missing or damaged.

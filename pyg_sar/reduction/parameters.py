@@ -162,9 +162,10 @@ def reconcile(
             raise ValueError(
                 f"Rank {rank} and rank 0 got different numbers beside tensors of the graph (this "
                 f"is rank {comm.rank}): weights of classes or of a loss, say, a temperature, a "
-                "bound, a rate of dropout, or a learned tensor outside of the model, or called "
-                "other operators. Do the same on all workers, and seed what draws numbers (also "
-                "numpy.random and random, which torch.manual_seed() doesn't seed)"
+                "bound, a rate of dropout, a learned tensor outside of the model, or the number of "
+                "a snapshot, or called other operators. Do the same on all workers, and seed what "
+                "draws numbers (also numpy.random and random, which torch.manual_seed() doesn't "
+                "seed)"
             )
         raise ValueError(
             f"A layer's attribute differs between the {comm.members}: '{here}' at {comm.member} "
