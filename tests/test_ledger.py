@@ -513,6 +513,29 @@ def test_no_preprocessing_after_the_first_epoch(policy: SARPolicy, root: Path):
         assert after["threshold_backward"] > 0, "the backward pass is counted as well"
 
 
+def test_layers_that_normalise_alike_share_it(root: Path):
+    """20 layers held 20 copies of the edges, and from the 13th on made them anew in each pass."""
+
+    def worker() -> tuple[int, int]:
+        data, made = pyg_sar.load_partition(root), []
+        original = gcn_conv.gcn_norm
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            made.append(1)
+            return original(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gcn_conv, "gcn_norm", counted)
+            model = pyg_sar.distribute(gnn.GCN(CHANNELS, 4, 20).double())
+            model.convs[7].improved = True
+            model(data.x, data.edge_index)
+            first = len(made)
+            model(data.x, data.edge_index)
+        return first, len(made)
+
+    assert workers(worker, WORLD) == [(2, 2)] * WORLD
+
+
 def test_changed_weights_are_normalised_again(root: Path):
     """What is kept hangs on the very weights: in-place changes and other tensors are noticed."""
 

@@ -306,13 +306,19 @@ def kept_normalisation(
         yield
         return
     version = None if weight is None else version_of(weight)
-    # Not id(layer), which a later layer may get: on some workers only, and with other options.
+    # Layers of PyG that normalise alike share what they make: L layers don't hold it L times. Else
+    # not id(layer), which a later layer may get: on some workers only, and with other options.
+    forward = type(layer).forward
+    shared = forward.__module__.startswith("torch_geometric.")
     options = tuple(
         (name, value)
         for name, value in vars(layer).items()
-        if isinstance(value, bool | str) and name != "training" and name[0] != "_"
+        if isinstance(value, bool | str)
+        and name not in ("training", "ledger_name")
+        and name[0] != "_"
     )
-    key = ("normalised", facts_of(layer).identity, options, x.dtype, id(weight), version)
+    whose = (forward, layer.policy) if shared else facts_of(layer).identity
+    key = ("normalised", whose, options, x.dtype, id(weight), version)
     found = edge_index.recall_together(key)
     layer._cached_edge_index = None if found is None else found[0]
     layer.cached = True
