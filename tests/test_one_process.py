@@ -159,6 +159,23 @@ def test_layers_share_one_structure_which_goes_with_the_edges():
     assert kept() is None
 
 
+@needs_kernels
+def test_each_layer_keeps_the_structure_of_its_own_edges():
+    """Of more relations than are kept of one layer's lists; each was made anew in each pass."""
+    relations = [("a", str(k), "a") for k in range(12)]
+    model = HeteroConv({relation: SAGEConv(WIDTH, 5) for relation in relations}).double()
+    model = pyg_sar.distribute(model)
+    x, edges = graph()[0], {relation: graph(k)[1] for k, relation in enumerate(relations)}
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+        model({"a": x}, edges)
+        model({"a": x}, edges)
+    assert ledger.events("bucketing") == len(relations)
+    lists, layer = [graph(k)[1] for k in range(30)], model.convs[relations[0]]
+    for edge_index in lists:
+        layer(x, edge_index)
+    assert len(layer.own_graphs._found) == 8 + len(relations) - 1
+
+
 def test_edges_changed_in_place_are_looked_at_again():
     plain = SAGEConv(WIDTH, 5).double()
     model = pyg_sar.distribute(copy.deepcopy(plain))

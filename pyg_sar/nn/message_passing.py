@@ -483,7 +483,7 @@ class DistMessagePassing(MessagePassing):
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
-        found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))
+        found = graphs.stand_in(self, self._bound(args, kwargs))
         return None if self.training in facts_of(self).not_fused else found
 
     def _call_on_own_graph(

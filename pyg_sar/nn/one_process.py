@@ -66,7 +66,7 @@ def unless_fused(layer: Any) -> Iterator[None]:
 
 
 FEWEST_EDGES = 2**14  # with fewer, looking a call up takes longer than the kernels save
-_MEMORY = 8  # edge lists of a model
+_MEMORY = 8  # edge lists of a model, beside the last one of each layer
 
 
 class OwnGraphs:
@@ -77,15 +77,17 @@ class OwnGraphs:
 
     def __init__(self) -> None:
         self._found: list[tuple[weakref.ref[Tensor], int, int, int | None, DistEdgeIndex]] = []
+        self._last: weakref.WeakKeyDictionary[Any, weakref.ref[DistEdgeIndex]]
+        self._last = weakref.WeakKeyDictionary()
 
     def stand_in(
-        self, arguments: Mapping[str, Any], axis: int
+        self, layer: Any, arguments: Mapping[str, Any]
     ) -> tuple[Tensor, DistEdgeIndex] | None:
         """The plain edges among a layer's arguments, and the graph that stands for them.
 
         Args:
+            layer: The layer, with its axis of nodes.
             arguments: Arguments of ``forward``, by name.
-            axis: The axis of nodes.
 
         Returns:
             ``None`` where the kernels are missing, not made for the arguments, or not worth it.
@@ -93,7 +95,7 @@ class OwnGraphs:
         if torch.compiler.is_compiling():
             return None
         edges = arguments.get("edge_index")
-        counts = node_counts(arguments.get("x"), axis)
+        counts = node_counts(arguments.get("x"), int(layer.node_dim))
         asked = [arguments.get(name) for name in ("size", "return_attention_weights")]
         if not isinstance(edges, Tensor) or not plain_edges(edges) or counts is None:
             return None
@@ -101,7 +103,11 @@ class OwnGraphs:
             return None
         if edges.size(1) < FEWEST_EDGES:
             return None
-        return None if asked != [None, None] else (edges, self.find(edges, *counts))
+        if asked != [None, None]:
+            return None
+        graph = self.find(edges, *counts)
+        self._last[layer] = weakref.ref(graph)
+        return edges, graph
 
     def find(self, edge_index: Tensor, sources: int, targets: int | None) -> DistEdgeIndex:
         """The graph of ``edge_index``, with all its nodes on this worker.
@@ -124,7 +130,9 @@ class OwnGraphs:
             every = Counted(edge_index.size(1), edge_index.device)
             graph.ordered(Order(every.numbers, every))
         self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
-        del self._found[:-_MEMORY]
+        last = {id(made()) for made in self._last.values()}
+        older = [entry for entry in self._found[:-_MEMORY] if id(entry[-1]) in last]
+        self._found = [*older, *self._found[-_MEMORY:]]
         return graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnGraphs:
