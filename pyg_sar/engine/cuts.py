@@ -272,8 +272,11 @@ class SplitEdges:
             weight: Of these, ``[E]`` or ``[E, 1]``.
         """
         key = id(weight), version_of(weight)
-        known = torch.tensor(int(key in self._weights), device=weight.device)
-        if not int(self._halo.comm.all_reduce(known, "min", label=_AGREEMENT)):
+        known = key in self._weights
+        if not hasattr(weight, "kept_by_all"):
+            flag = torch.tensor(int(known), device=weight.device)
+            known = bool(self._halo.comm.all_reduce(flag, "min", label=_AGREEMENT))
+        if not known:
             sent = self.sent(edge_index, weight.detach().reshape(-1))
             self._weights[key] = weight, sent  # keeps it, and so its id
             while len(self._weights) > _WEIGHTS:

@@ -60,6 +60,7 @@ from pyg_sar.nn.model_draws import (
 )
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
+    as_kept,
     charged,
     first_target_filled,
     in_first_order,
@@ -170,6 +171,8 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
             edge_index = inner(edge_index, self._source_row())
+        if edge_index.by_content and "_cached_edge_index" in self.__dict__:
+            edge_index = as_kept(self, edge_index)
         if self.model_draws is None:
             return self._propagate(edge_index, size, kwargs)
         with away(self.model_draws):

@@ -22,7 +22,7 @@ from pyg_sar.message.decompose import decompose
 from pyg_sar.message.layer_facts import facts_of, standing_in
 from pyg_sar.message.message_checks import row_levels
 from pyg_sar.message.program import DeferredEdge
-from pyg_sar.space.index_space import DistEdgeIndex, version_of
+from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
 
@@ -331,6 +331,28 @@ def kept_normalisation(
     finally:
         layer.cached = False
         layer._cached_edge_index = None
+
+
+def as_kept(layer: Any, edge_index: DistEdgeIndex) -> DistEdgeIndex:
+    """Returns edges that a layer has just kept (``cached=True``), as a list that only it finds.
+
+    Selected edges are found by their content, so that workers ask each other whether they mean the
+    same list (see [Note: made together]). Kept ones are one list on all workers, and so are their
+    weights: nobody asks in later passes.
+    """
+    kept = layer._cached_edge_index
+    found = isinstance(kept, tuple) and kept[0] is edge_index and edge_index.partial is None
+    if not found or edge_index.plan.world_size == 1:
+        return edge_index
+    with torch.inference_mode(edge_index.is_inference()):
+        own = dist_edge_index(
+            edge_index, edge_index.plan, edge_index.dist_row, edge_index.targets
+        ).ordered(edge_index.places)
+    for weight in kept[1:]:
+        if isinstance(weight, Tensor):
+            weight.kept_by_all = True  # type: ignore[attr-defined]
+    layer._cached_edge_index = (own, *kept[1:])
+    return own
 
 
 def with_room(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
