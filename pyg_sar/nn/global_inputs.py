@@ -136,7 +136,8 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     Raises:
         DistributedIndexError: PyG's layer would do something else with a matrix.
     """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, NodeMatrix | SparseTensor)]
+    given = (*args, *kwargs.values())
+    matrices = [v for v in given if isinstance(v, NodeMatrix | SparseTensor) or _is_sparse(v)]
     if not matrices:
         return args, kwargs
     kind: Any = type(layer)
@@ -166,9 +167,19 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _edges_and_weight(matrix: Any) -> tuple[NodeTensor, Tensor | None]:
+def _is_sparse(value: Any) -> bool:
+    """Returns whether a value is a plain sparse matrix of torch, which all workers hold."""
+    return type(value) is Tensor and value.layout != torch.strided
+
+
+def _edges_and_weight(matrix: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(matrix, NodeMatrix):
         return matrix.places.flip(0), None if matrix.ones else matrix.entries  # type: ignore
+    if isinstance(matrix, Tensor):
+        entries = matrix.to_sparse_coo().coalesce()
+        weight = entries.values()
+        ones = not weight.requires_grad and bool((weight == 1).all())
+        return entries.indices().flip(0), None if ones else weight
     edges = edges_of_matrix(matrix)
     if edges is None:
         raise DistributedIndexError("a SparseTensor that was computed")
@@ -190,7 +201,10 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
     Returns:
         The arguments, and whether a matrix is left among them.
     """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, SparseTensor)]
+    given = (*args, *kwargs.values())
+    if any(map(_is_sparse, given)) and node_tensors(args, kwargs):
+        return *without_matrix(layer, args, kwargs), False
+    matrices = [v for v in given if isinstance(v, SparseTensor)]
     if not any(is_shared_matrix(m) or node_tensors(args, kwargs) for m in matrices):
         return args, kwargs, False
     own, message = (_definer(type(layer), name) for name in ("message_and_aggregate", "message"))

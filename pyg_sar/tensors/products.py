@@ -62,7 +62,9 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weights = given["input"], [given["weight"], given.get("bias")]
     shared = [t for t in weights if t is not None]
-    if node_tensors(shared) or not isinstance(x, NodeTensor) or x.axis == x.dim() - 1:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    by_itself = isinstance(x, NodeTensor) and x.axis < x.dim() - 1 and not transformed
+    if node_tensors(shared) or not by_itself:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     return by_rows(lambda *own: (func(*own),), [(x, x.axis)], shared, [x.axis])[0]
