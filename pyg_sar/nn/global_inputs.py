@@ -37,7 +37,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names
 from pyg_sar.message.row_modules import replaced_entry
-from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
+from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
 _INNER_HOOKS = tuple(hook_names("propagate", "edge_update", "message_and_aggregate"))
@@ -174,7 +174,7 @@ def _is_sparse(value: Any) -> bool:
 
 def _edges_and_weight(matrix: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(matrix, NodeMatrix):
-        return matrix.places.flip(0), None if matrix.ones else matrix.entries  # type: ignore
+        return matrix.places.flip(0), None if matrix.ones else matrix.entries
     if isinstance(matrix, Tensor):
         entries = matrix.to_sparse_coo().coalesce()
         weight = entries.values()
@@ -186,12 +186,16 @@ def _edges_and_weight(matrix: Any) -> tuple[Tensor, Tensor | None]:
     return edges, matrix.storage.value()
 
 
+_TORCH = frozenset({Tensor, NodeMatrix})
+
+
 def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    """Returns the arguments of a call that has edges where it had a ``SparseTensor`` of the graph.
+    """Returns the arguments of a call that has edges where it had a matrix.
 
     A layer does with a matrix what its ``message_and_aggregate`` says, where it has one. That and
     what is done with other matrices is left to PyG's own ``propagate``, between tensors of the
-    whole graph: products are exact there, and each worker computes its rows of them.
+    whole graph: products are exact there, and each worker computes its rows of them. Of equal
+    maxima a product gives one the gradient, and an aggregation of messages all.
 
     Args:
         layer: The layer.
@@ -202,13 +206,18 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
         The arguments, and whether a matrix is left among them.
     """
     given = (*args, *kwargs.values())
-    if any(map(_is_sparse, given)) and node_tensors(args, kwargs):
-        return *without_matrix(layer, args, kwargs), False
+    if not _TORCH.isdisjoint(map(type, given)) and node_tensors(args, kwargs):
+        plain = any(map(_is_sparse, given))
+        product = torch.is_grad_enabled() and layer.fuse and layer.aggr in ("min", "max")
+        if product and (plain or any(isinstance(v, NodeMatrix) for v in given)):
+            take = lambda v: v.whole() if isinstance(v, NodeMatrix) else v  # noqa: E731
+            return mapped(take, args), mapped(take, kwargs), True
+        if plain:
+            return *without_matrix(layer, args, kwargs), False
     matrices = [v for v in given if isinstance(v, SparseTensor)]
     if not any(is_shared_matrix(m) or node_tensors(args, kwargs) for m in matrices):
         return args, kwargs, False
     own, message = (_definer(type(layer), name) for name in ("message_and_aggregate", "message"))
-    # Of equal maxima a product gives one the gradient, and an aggregation of messages all.
     as_edges = issubclass(own, message) and layer.aggr not in ("min", "max")
     if own is MessagePassing or (own.__module__.startswith(_PYG) and as_edges):
         with suppress(DistributedIndexError):

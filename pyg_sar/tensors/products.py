@@ -13,6 +13,7 @@ from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     by_gathering,
     method,
+    name_of,
     node_tensors,
     refusal,
     rule,
@@ -166,3 +167,11 @@ def _embedding_backward(func: Any, args: Any, kwargs: Any) -> Any:
     axis = first.axis
     out = func(own(gradient, first.rows, axis), own(index, first.rows, axis), count, padding, False)
     return summed(out, first.rows)
+
+
+@rule("_sparse_mm_reduce_impl")
+def _reduced_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A plain sparse matrix by rows, with their largest, say: its derivative needs their places."""
+    matrix, dense, reduce = args
+    own = whole(dense, f"'{name_of(func)}'").requires_grad_()  # Else it finds no places.
+    return tuple(out.detach() for out in func(matrix, own, reduce))
