@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -43,10 +44,16 @@ def _may_be_data(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(target.device.type == values.device.type)
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    # The rule is asked: what operators are composed of would be called above it.
-    _LIBRARY.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, _key)
+@cache
+def _let_torch_ask() -> torch.library.Library:
+    """Lets torch ask that rule: what operators are composed of would be called above it."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, key)
+    return library  # Which is there as long as it is kept.
+
+
+_let_torch_ask()
 
 
 def _alike(target: NodeTensor, values: Any) -> bool:
