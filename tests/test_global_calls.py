@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex, Index
 from torch_geometric import nn as gnn
@@ -468,6 +469,20 @@ def holding(data: Data, converted: Converted) -> Any:
     return gradients(model), [*model.buffers()]
 
 
+def in_lists(data: Data, converted: Converted) -> Any:
+    """Operators on lists of tensors: of optimizers, norms and averages of models."""
+    model = converted(Holding(data))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, foreach=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+        optimizer.step()
+        average.update_parameters(model)
+    return norm, [*model.parameters()], [*average.parameters()]
+
+
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     cases = (accumulated, of_two_passes, asked_of_some, of_changing_weights, hooked, copied)
     equal(
@@ -479,6 +494,7 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
         parametrized,
         of_another_network,
         holding,
+        in_lists,
     )
 
 
