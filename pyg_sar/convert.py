@@ -34,6 +34,7 @@ from pyg_sar.reduction.parameters import (
     shared_parameters,
 )
 from pyg_sar.reduction.replicas import ReplicaGradients
+from pyg_sar.tensors import NodeTensor
 
 
 @cache
@@ -297,7 +298,8 @@ def _copy_from_first(model: torch.nn.Module, comm: Communicator) -> None:
     """Rank 0's parameters and buffers on every worker, one message per dtype."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in (*shared_parameters(model), *model.buffers()):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        if not isinstance(tensor, NodeTensor):  # Of which each worker holds its rows.
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     label = ("", "", "initial parameters")
     for (dtype, _), tensors in groups.items():
         flat = torch.cat([t.reshape(-1) for t in tensors])

@@ -38,10 +38,10 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def sparse_graph(layout: str) -> Data:
-    """No loops, no duplicates: a sparse matrix adds these up."""
+    """No loops, no duplicates: a sparse matrix adds these up. Features are equal in many nodes."""
     data = make_graph(dtype=torch.float32)
     edges = coalesce(remove_self_loops(data.edge_index)[0])
-    data = Data(x=data.x, y=data.y, train_mask=data.train_mask, edge_index=edges)
+    data = Data(x=data.x.round(), y=data.y, train_mask=data.train_mask, edge_index=edges)
     kind = None if layout == "SparseTensor" else getattr(torch, layout.removeprefix("torch."))
     return ToSparseTensor(layout=kind)(data) if kind else ToSparseTensor()(data)
 
@@ -53,10 +53,13 @@ def run(layer: torch.nn.Module, data: Data) -> tuple[Tensor, Tensor]:
     return whole(out.detach()), whole(x.grad)
 
 
-def worker(layers: list[torch.nn.Module], root: Path) -> list[tuple[Tensor, Tensor]]:
-    data = pyg_sar.load_partition(root)
+def worker(layers: list[torch.nn.Module], *roots: Path) -> list[list[tuple[Tensor, Tensor]]]:
+    """Of the adjacency that was written, and of a plain one that the script makes."""
+    data, *others = [pyg_sar.load_partition(root) for root in roots]
     assert "edge_index" not in data
-    return [run(pyg_sar.distribute(copy.deepcopy(layer)), data) for layer in layers]
+    graphs = [data, *map(ToSparseTensor(layout=torch.sparse_csr), others)]
+    layers = [pyg_sar.distribute(copy.deepcopy(layer)) for layer in layers]
+    return [[run(layer, graph) for layer in layers] for graph in graphs]
 
 
 @pytest.mark.filterwarnings("ignore:Converting sparse tensor to CSR")
@@ -68,10 +71,17 @@ def test_layers_on_adjacencies(layout: str, tmp_path: Path):
     names = [name for name in LAYERS if layout == "SparseTensor" or name != "gat"]
     layers = [LAYERS[name]() for name in names]
     expected = [run(layer, data) for layer in layers]
-    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    for found in workers(worker, 3, layers, tmp_path / "parts"):
-        for name, got, right in zip(names, found, expected, strict=True):
-            assert all(error(a, b) <= 1e-5 for a, b in zip(got, right, strict=True)), name
+    roots = [tmp_path / "parts"]
+    pyg_sar.write_partitions(data, 3, roots[0], "random")
+    if layout == "torch.sparse_csr":
+        roots.append(tmp_path / "edges")
+        data.edge_index = data.adj_t.to_sparse_coo().indices().flip(0)
+        del data.adj_t
+        pyg_sar.write_partitions(data, 3, roots[1], "random")
+    for graphs in workers(worker, 3, layers, *roots):
+        for found in graphs:
+            for name, got, right in zip(names, found, expected, strict=True):
+                assert all(error(a, b) <= 1e-5 for a, b in zip(got, right, strict=True)), name
 
 
 def weighted(layout: str, order: str) -> Data:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from torch_geometric import EdgeIndex, Index
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphNorm, SAGEConv
-from torch_geometric.utils import softmax
+from torch_geometric.utils import scatter, softmax
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError, WorkerError
@@ -202,11 +204,34 @@ def distributions(data: Data, converted: Converted) -> Any:
     ).entropy()
 
 
+def addresses(data: Data, converted: Converted) -> Any:
+    """What PyG's ``EdgeIndex`` and ``Index`` tell copies from themselves by."""
+    edges = EdgeIndex(data.edge_index, sparse_size=(NODES, NODES))
+    copy, index = edges.clone(), Index(data.edge_index[0], dim_size=NODES)
+    copy += 1
+    kinds = [t.dtype == torch.int32 for t in (edges.int(), edges, index.int(), index)]
+    same = [data.x.data_ptr() == x.data_ptr() for x in (data.x.detach(), data.x.clone(), data.mask)]
+    return edges.as_tensor(), copy.as_tensor(), copy is edges, kinds, same
+
+
 def test_what_autograd_does_not_see(tmp_path: Path) -> None:
-    equal(tmp_path, data_assigned, ascended, distributions)
+    equal(tmp_path, data_assigned, ascended, distributions, addresses)
 
     def refused() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data, plain = pyg_sar.load_partition(tmp_path / "parts"), torch.zeros(NODES, 6)
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, pytest.raises(DistributedIndexError, match=r"plain.*x\.data\.copy_"):
+                plain.data = data.x.float()
+        assert not plain.any()
+        for use in (
+            lambda: torch.from_dlpack(data.x),
+            lambda: data.x.apply_(abs),
+            lambda: plain.map_(data.x, max),
+            data.x.share_memory_,
+            data.x.storage,
+        ):
+            with pytest.raises(DistributedIndexError, match=r"reads memory.*x\.to_local\(\)"):
+                use()
         for values in (torch.ones(NODES, 6, dtype=DOUBLE), data.x[data.mask]):
             with pytest.raises(DistributedIndexError, match=r"x\.data = values"):
                 data.x.data = values
@@ -423,6 +448,41 @@ def of_another_network(data: Data, converted: Converted) -> Any:
     return gradients(model, *source.parameters())
 
 
+class Holding(Net):
+    """Holds tensors of the graph before it is distributed."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.register_buffer("mask", data.mask)
+        self.features = torch.nn.Embedding.from_pretrained(data.x.clone(), freeze=False)
+        self.weight = torch.nn.Parameter(torch.ones_like(data.edge_index[0], dtype=DOUBLE))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        features = self.features.weight + scatter(self.weight, edge_index[1], 0).view(-1, 1)
+        return super().forward(x * features, edge_index)[self.mask]
+
+
+def holding(data: Data, converted: Converted) -> Any:
+    model = converted(Holding(data))
+    loss_of(copy.deepcopy(model), data).backward()
+    loss_of(model, data).backward()
+    return gradients(model), [*model.buffers()]
+
+
+def in_lists(data: Data, converted: Converted) -> Any:
+    """Operators on lists of tensors: of optimizers, norms and averages of models."""
+    model = converted(Holding(data))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01, foreach=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, data).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=True)
+        optimizer.step()
+        average.update_parameters(model)
+    return norm, [*model.parameters()], [*average.parameters()]
+
+
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     cases = (accumulated, of_two_passes, asked_of_some, of_changing_weights, hooked, copied)
     equal(
@@ -433,6 +493,8 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
         pruned,
         parametrized,
         of_another_network,
+        holding,
+        in_lists,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import itertools
 import os
 import random
@@ -294,6 +295,16 @@ def test_each_part_has_a_default_dtype_of_its_own():
         return found
 
     assert host(worker, 3) == [[torch.float64, torch.float32]] * 3
+
+
+def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The worker imports it before its parts begin."""
+    code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
+    (tmp_path / "sets_a_dtype.py").write_text(code + "def kind(): return torch.ones(1).dtype\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("sets_a_dtype").kind
+    torch.set_default_dtype(torch.float32)
+    assert pyg_sar.launch(kind, 1, parts=2, timeout=30.0) == [torch.float64] * 2
 
 
 def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):

@@ -287,6 +287,13 @@ def transforms(model: nn.Module, data: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def ensembles(linear: nn.Linear, data: Any) -> list[Tensor]:
+    """Several weights at once, and the gradient by others."""
+    weights = torch.stack([linear.weight.detach(), 2 * linear.weight.detach()])
+    run = lambda w: functional_call(linear, {"weight": w}, data.x).square().mean(0)  # noqa: E731
+    return [vmap(run)(weights), grad(lambda w: run(w).sum())(weights[1])]
+
+
 def whole_models() -> list[nn.Module]:
     torch.manual_seed(3)
     found = [GCNConv(6, 3), EdgeConv(nn.Linear(12, 3)), GATConv(6, 3), Products(), LayerNorm(6)]
@@ -308,7 +315,11 @@ def transformed(root: Path) -> list[Any]:
     torch.manual_seed(4)
     linear = pyg_sar.distribute(nn.Linear(6, 3).double())
     calls = transforms(linear, data)
-    return [found, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+    out, many = linear(data.x).mean(0), torch.eye(3, dtype=torch.float64)
+    with pytest.raises(pyg_sar.errors.DistributedIndexError, match="is_grads_batched"):
+        torch.autograd.grad(out, linear.weight, many, is_grads_batched=True)
+    calculated = [calls[name]() for name in ("grad", "jacrev", "vmap")]
+    return [found, calculated + ensembles(linear, data)]
 
 
 def test_transforms_between_tensors_of_the_whole_graph(tmp_path: Path) -> None:
@@ -316,8 +327,10 @@ def test_transforms_between_tensors_of_the_whole_graph(tmp_path: Path) -> None:
     data = make_graph()
     right = [[replaced(m, data, learns) for learns in (True, False)] for m in whole_models()]
     torch.manual_seed(4)
-    calls = transforms(nn.Linear(6, 3).double(), data)
-    expected = [2 * right, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+    linear = nn.Linear(6, 3).double()
+    calls = transforms(linear, data)
+    calculated = [calls[name]() for name in ("grad", "jacrev", "vmap")]
+    expected = [2 * right, calculated + ensembles(linear, data)]
     root = Partitions(tmp_path)(data, 2, "random")
     for worker in parts(transformed, 2, root):
         torch.testing.assert_close(worker, expected, rtol=1e-10, atol=1e-10)

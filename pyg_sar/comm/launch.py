@@ -442,6 +442,8 @@ def _worker_main(descriptor: int) -> None:
         # What is imported by now stays: going through it time and again takes a second.
         gc.freeze()
         gc.enable()
+        if hosting is not None:
+            cloudpickle.loads(task)  # What modules set when they are imported is set for all parts.
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
         comm = join(backend, timeout, device, hosting is not None, replicas)

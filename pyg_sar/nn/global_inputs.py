@@ -37,7 +37,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names
 from pyg_sar.message.row_modules import replaced_entry
-from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
+from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
 _INNER_HOOKS = tuple(hook_names("propagate", "edge_update", "message_and_aggregate"))
@@ -136,7 +136,8 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     Raises:
         DistributedIndexError: PyG's layer would do something else with a matrix.
     """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, NodeMatrix | SparseTensor)]
+    given = (*args, *kwargs.values())
+    matrices = [v for v in given if isinstance(v, NodeMatrix | SparseTensor) or _is_sparse(v)]
     if not matrices:
         return args, kwargs
     kind: Any = type(layer)
@@ -166,21 +167,35 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _edges_and_weight(matrix: Any) -> tuple[NodeTensor, Tensor | None]:
+def _is_sparse(value: Any) -> bool:
+    """Returns whether a value is a plain sparse matrix of torch, which all workers hold."""
+    return type(value) is Tensor and value.layout != torch.strided
+
+
+def _edges_and_weight(matrix: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(matrix, NodeMatrix):
-        return matrix.places.flip(0), None if matrix.ones else matrix.entries  # type: ignore
+        return matrix.places.flip(0), None if matrix.ones else matrix.entries
+    if isinstance(matrix, Tensor):
+        entries = matrix.to_sparse_coo().coalesce()
+        weight = entries.values()
+        ones = not weight.requires_grad and bool((weight == 1).all())
+        return entries.indices().flip(0), None if ones else weight
     edges = edges_of_matrix(matrix)
     if edges is None:
         raise DistributedIndexError("a SparseTensor that was computed")
     return edges, matrix.storage.value()
 
 
+_TORCH = frozenset({Tensor, NodeMatrix})
+
+
 def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    """Returns the arguments of a call that has edges where it had a ``SparseTensor`` of the graph.
+    """Returns the arguments of a call that has edges where it had a matrix.
 
     A layer does with a matrix what its ``message_and_aggregate`` says, where it has one. That and
     what is done with other matrices is left to PyG's own ``propagate``, between tensors of the
-    whole graph: products are exact there, and each worker computes its rows of them.
+    whole graph: products are exact there, and each worker computes its rows of them. Of equal
+    maxima a product gives one the gradient, and an aggregation of messages all.
 
     Args:
         layer: The layer.
@@ -190,11 +205,19 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
     Returns:
         The arguments, and whether a matrix is left among them.
     """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, SparseTensor)]
+    given = (*args, *kwargs.values())
+    if not _TORCH.isdisjoint(map(type, given)) and node_tensors(args, kwargs):
+        plain = any(map(_is_sparse, given))
+        product = torch.is_grad_enabled() and layer.fuse and layer.aggr in ("min", "max")
+        if product and (plain or any(isinstance(v, NodeMatrix) for v in given)):
+            take = lambda v: v.whole() if isinstance(v, NodeMatrix) else v  # noqa: E731
+            return mapped(take, args), mapped(take, kwargs), True
+        if plain:
+            return *without_matrix(layer, args, kwargs), False
+    matrices = [v for v in given if isinstance(v, SparseTensor)]
     if not any(is_shared_matrix(m) or node_tensors(args, kwargs) for m in matrices):
         return args, kwargs, False
     own, message = (_definer(type(layer), name) for name in ("message_and_aggregate", "message"))
-    # Of equal maxima a product gives one the gradient, and an aggregation of messages all.
     as_edges = issubclass(own, message) and layer.aggr not in ("min", "max")
     if own is MessagePassing or (own.__module__.startswith(_PYG) and as_edges):
         with suppress(DistributedIndexError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,35 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     _share(target, values)
 
 
+@rule("_has_compatible_shallow_copy_type")
+def _may_be_data(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether ``x.data = values`` is possible, which torch asks where ``x`` is plain as well.
+
+    Raises:
+        DistributedIndexError: When ``x`` alone is plain: it would be left without memory.
+    """
+    target, values = args
+    if isinstance(values, NodeTensor) and not isinstance(target, NodeTensor):
+        raise DistributedIndexError(
+            f"'x.data = values' of a plain tensor got a tensor of the graph (shape "
+            f"{list(values.shape)}; rank {values.rows.comm.rank}): make x of such a tensor, by "
+            "torch.empty_like(data.x), say, or write x.data.copy_(values)"
+        )
+    return bool(target.device.type == values.device.type)
+
+
+@cache
+def _let_torch_ask() -> torch.library.Library:
+    """Lets torch ask that rule: what operators are composed of would be called above it."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        library.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, key)
+    return library  # Which is there as long as it is kept.
+
+
+_let_torch_ask()
+
+
 def _alike(target: NodeTensor, values: Any) -> bool:
     """Returns whether a tensor has the same rows and shape."""
     same = isinstance(values, NodeTensor) and values.shape == target.shape
@@ -37,10 +67,24 @@ def _share(target: NodeTensor, values: NodeTensor) -> None:
     target.writes, target._edges = values.writes, values._edges
 
 
+@method(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.__dlpack__)
+@method(Tensor.share_memory_, Tensor.storage, Tensor._typed_storage)
+def _memory(func: Any, args: Any, kwargs: Any) -> Any:
+    """What goes through memory without operators."""
+    raise refusal(func, "reads memory, where a worker holds its rows: x.to_local()", *args)
+
+
 @method(Tensor.untyped_storage)
 def _storage(func: Any, args: Any, kwargs: Any) -> Any:
     """The memory of this worker's rows: reversible layers free it and fill it again."""
     return args[0].local.untyped_storage()
+
+
+@method(Tensor.data_ptr)
+def _address(func: Any, args: Any, kwargs: Any) -> Any:
+    """Where this worker's rows are: PyG's ``EdgeIndex`` tells by it what was written in place."""
+    local = args[0].local
+    return local.data_ptr() or local.untyped_storage()._cdata  # Without rows there is no address.
 
 
 @rule("set_")

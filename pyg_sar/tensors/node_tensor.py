@@ -446,6 +446,11 @@ def by_gathering(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*mapped(take, args), **mapped(take, kwargs))
 
 
+def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of operators on lists (``_foreach_add_``): each tensor is taken for itself."""
+    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
 _OWN = ("aten", "torch_nn")
 """Namespaces of torch's own operators."""
 
@@ -458,6 +463,8 @@ def _without_rule(func: Any) -> Rule:
     """
     if func.namespace not in _OWN or "as_strided" in func._schema.name:
         return refused
+    if func._schema.name.startswith("aten::_foreach_"):
+        return one_by_one
     if not func._schema.is_mutable:
         return by_gathering
     in_place = func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags

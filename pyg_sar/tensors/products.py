@@ -13,6 +13,7 @@ from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     by_gathering,
     method,
+    name_of,
     node_tensors,
     refusal,
     rule,
@@ -62,7 +63,9 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weights = given["input"], [given["weight"], given.get("bias")]
     shared = [t for t in weights if t is not None]
-    if node_tensors(shared) or not isinstance(x, NodeTensor) or x.axis == x.dim() - 1:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    by_itself = isinstance(x, NodeTensor) and x.axis < x.dim() - 1 and not transformed
+    if node_tensors(shared) or not by_itself:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     return by_rows(lambda *own: (func(*own),), [(x, x.axis)], shared, [x.axis])[0]
@@ -164,3 +167,11 @@ def _embedding_backward(func: Any, args: Any, kwargs: Any) -> Any:
     axis = first.axis
     out = func(own(gradient, first.rows, axis), own(index, first.rows, axis), count, padding, False)
     return summed(out, first.rows)
+
+
+@rule("_sparse_mm_reduce_impl")
+def _reduced_product(func: Any, args: Any, kwargs: Any) -> Any:
+    """A plain sparse matrix by rows, with their largest, say: its derivative needs their places."""
+    matrix, dense, reduce = args
+    own = whole(dense, f"'{name_of(func)}'").requires_grad_()  # Else it finds no places.
+    return tuple(out.detach() for out in func(matrix, own, reduce))

@@ -27,9 +27,9 @@ def _fits(tensors: list[tuple[Tensor, int]]) -> bool:
     """Returns whether node tensors have their rows at these axes, and others as many there."""
     rows = [t.rows for t, axis in tensors if isinstance(t, NodeTensor) and t.axis == axis]
     nodes = sum(isinstance(t, NodeTensor) for t, _ in tensors)
-    return len(rows) == nodes > 0 and all(
-        t.dim() > axis and t.size(axis) == rows[0].total for t, axis in tensors
-    )
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    fit = (t.dim() > axis and t.size(axis) == rows[0].total for t, axis in tensors)
+    return len(rows) == nodes > 0 and not transformed and all(fit)
 
 
 @method(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

@@ -102,7 +102,16 @@ def note_first(tensor: Tensor, comm: Communicator) -> None:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor; of what is repeated, as in gradients of sums, once."""
+    """Returns the bytes of a tensor; of what is repeated, as in gradients of sums, once.
+
+    Raises:
+        DistributedIndexError: When it stands for many gradients at once.
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise DistributedIndexError(
+            "torch.autograd.grad(is_grads_batched=True), and jacobian(vectorize=True), don't "
+            "transform what workers send each other: ask for one gradient after the other"
+        )
     whole = tensor.detach()
     for axis in reversed(range(whole.dim() if whole.numel() else 0)):
         if whole.stride(axis) == 0:
