@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.engine.reverse import reversed_edges
-from pyg_sar.errors import DistributedIndexError, PygSarError
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.layer_facts import facts_of, standing_in
-from pyg_sar.message.message_checks import row_levels
-from pyg_sar.message.program import DeferredEdge
+from pyg_sar.message.message_checks import maximum, row_levels
+from pyg_sar.message.program import STAND_INS, DeferredEdge
+from pyg_sar.message.row_wise import SIZE_NAMES
+from pyg_sar.nn.shared_parameters import computed_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
@@ -164,33 +167,69 @@ class _Joined(torch.autograd.Function):
         return (gradient, *[None] * ctx.count)
 
 
-@contextmanager
-def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Lets a message that fails for want of edges give ``rows[0]``, ``[0, *]``, meanwhile.
+def stand_ins(edge_index: DistEdgeIndex) -> int:
+    """Returns how many edges stand in for those of a worker without, where others have some.
 
-    Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
+    All workers call this together.
     """
-    own = layer.message
+    plan, here = edge_index.plan, edge_index.size(1)
+    if plan.world_size == 1:
+        return 0
+    most = partial(maximum, plan.comm, [here], edge_index.device)
+    return STAND_INS if edge_index.remember_together("most", most)[0] > here == 0 else 0
 
-    def message(**arguments: Any) -> Any:
-        try:
-            return own(**arguments)
-        except PygSarError:
-            raise
-        except (IndexError, RuntimeError, ValueError):
-            return stand_in(arguments)
 
-    def stand_in(arguments: dict[str, Any]) -> Tensor:
-        axis = int(layer.node_dim)
-        out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
-        # All workers take part in the backward pass, of arguments and of parameters.
-        for value in arguments.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                out = out + value.sum().to(out.dtype) * 0
-        joined: Tensor = _Joined.apply(out, *layer.parameters())
-        return joined
+@contextmanager
+def on_stand_ins(layer: MessagePassing, method: str, keeps: Sequence[str]) -> Iterator[None]:
+    """Runs a method of a layer that has no edges here on some that stand in, and drops their rows.
 
-    with standing_in((layer, "message", message)):
+    Without edges it may do something else (GATConv returns at once) or fail (where it reshapes by
+    -1): random numbers would not be drawn, and arguments be missing in autograd's trace, where all
+    workers take part in the backward pass of these, and of parameters.
+
+    Args:
+        layer: The layer.
+        method: ``'message'`` or ``'edge_update'``.
+        keeps: Attributes that it leaves with a row per edge.
+    """
+    own, axis = getattr(layer, method), int(layer.node_dim)
+
+    def filled(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return tree_map_only(int, lambda n: max(n, 1), value) if name in SIZE_NAMES else value
+        shape, dim = list(value.shape), axis if name[-2:] in ("_i", "_j") else 0
+        dim = -1 if name in ("index", "edge_index", "edge_index_i", "edge_index_j") else dim
+        if not shape or shape[dim]:
+            return value.detach().clone() if value.requires_grad else value
+        shape[dim] = STAND_INS
+        one = int(value.dtype.is_floating_point)
+        return torch.full(shape, one, dtype=value.dtype, device=value.device)
+
+    def run(**arguments: Any) -> Any:
+        given = {name: filled(name, value) for name, value in arguments.items()}
+        learns = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.requires_grad]
+        leaves = [given[name].requires_grad_() for name in learns]
+        others = [*layer.parameters(), *(value for _, _, value in computed_in(layer))]
+
+        def without_rows(rows: Tensor) -> Tensor:
+            dim = axis if -rows.dim() <= axis < rows.dim() else 0
+            if not rows.dim() or rows.size(dim) != STAND_INS:
+                return rows
+            out = rows.detach().narrow(dim, 0, 0)
+            if not rows.requires_grad:
+                return out
+            ones = torch.ones_like(rows)
+            read = torch.autograd.grad(rows, leaves, ones, True, allow_unused=True)
+            used = [arguments[n] for n, g in zip(learns, read, strict=True) if g is not None]
+            return cast(Tensor, _Joined.apply(out, *used, *others))
+
+        found = own(**given | {n: v.clone() for n, v in zip(learns, leaves, strict=True)})
+        kept = {name: layer.__dict__[name] for name in keeps if name in layer.__dict__}
+        found, kept = tree_map_only(Tensor, without_rows, (found, kept))
+        layer.__dict__.update(kept)
+        return found
+
+    with standing_in((layer, method, run)):
         yield
 
 
@@ -212,15 +251,19 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 
 
 @contextmanager
-def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[None]:
-    """Lets a message of all edges at once get the whole graph's sizes, and go without edges."""
-    lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
+def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[int]:
+    """Lets a message of all edges at once get the whole graph's sizes, and go without edges.
+
+    Gives how many edges stand in.
+    """
+    padding = stand_ins(edge_index)
     with ExitStack() as stack:
         if choice.sizes:
             stack.enter_context(message_with_sizes(layer, choice.sizes))
-        if lonely and choice.out_rows:
-            stack.enter_context(message_without_edges(layer, choice.out_rows))
-        yield
+        if padding:
+            keeps = () if choice.rows is None else choice.rows.agreed.keeps
+            stack.enter_context(on_stand_ins(layer, "message", keeps))
+        yield padding
 
 
 @contextmanager
