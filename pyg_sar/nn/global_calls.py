@@ -37,6 +37,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import draws_nothing, standing_in
+from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     refuse_entry,
@@ -50,7 +51,7 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
-from pyg_sar.nn.shared_parameters import compute_again, computed_in
+from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
@@ -215,7 +216,7 @@ class _Call:
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
                 swapped[id(module.weight)] = to_local(module.weight, rows, 0)
-        computed = list(computed_in(layer)) if learns else []
+        computed = list(_computed(layer)) if learns else []
         if computed:
             shared = Shared.apply(self.comm, *(value for _, _, value in computed))
             swapped |= {id(p[2]): one for p, one in zip(computed, shared, strict=True)}
@@ -238,7 +239,7 @@ class _Call:
                 registry[name] = original
             if computed:
                 compute_again(layer)
-            for _, _, value in computed_in(layer) if learns else ():
+            for _, _, value in _computed(layer) if learns else ():
                 if all(value is not before for _, _, before in computed):
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
@@ -341,6 +342,19 @@ class _Call:
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
+
+
+def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
+
+    Args:
+        layer: The layer.
+    """
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
+            if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
+                yield vars(module), name, value
 
 
 @contextmanager

@@ -212,8 +212,7 @@ class DistMessagePassing(MessagePassing):
                 keeps = () if choice.rows is None else choice.rows.agreed.keeps
                 facts = facts_of(self)
                 before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
-                with whole_scope(self, edge_index, choice) as padding:
-                    out = self._propagate_whole(edge_index, size, kwargs, choice, padding)
+                out = self._propagate_whole(edge_index, size, kwargs, choice)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
                     self._stand_in(before, edge_index.plan)
                 return out
@@ -310,8 +309,8 @@ class DistMessagePassing(MessagePassing):
         facts_of(self).edge_sets = attributes_of(self, keeps)
         padding = stand_ins(edge_index)
         with (
-            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
             self._drawing(edge_index, kwargs) as draws,
+            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
             of_all_edges(draws, edge_index, None, padding),
         ):
             return super().edge_updater(edge_index, size=size, **kwargs)
@@ -351,12 +350,7 @@ class DistMessagePassing(MessagePassing):
     # Running #################################################################
 
     def _propagate_whole(
-        self,
-        edge_index: DistEdgeIndex,
-        size: Any,
-        kwargs: dict[str, Any],
-        choice: Choice,
-        padding: int,
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
     ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
@@ -373,11 +367,12 @@ class DistMessagePassing(MessagePassing):
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
         with (
+            self._drawing(edge_index, kwargs) as draws,  # before methods are others' for a while
+            whole_scope(self, edge_index, choice) as padding,
             first_target_filled(self),
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(self, plan),
-            self._drawing(edge_index, kwargs) as draws,
             of_all_edges(draws, edge_index, columns, padding),
         ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
+from pyg_sar.message.dependence import norms_over_rows
 from pyg_sar.message.layer_facts import facts_of, standing_in
 from pyg_sar.message.message_checks import maximum, row_levels
 from pyg_sar.message.program import STAND_INS, DeferredEdge
 from pyg_sar.message.row_wise import SIZE_NAMES
-from pyg_sar.nn.shared_parameters import computed_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
@@ -154,19 +154,6 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
-class _Joined(torch.autograd.Function):
-    """The first tensor, in whose trace the others stand; these get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.count = len(others)
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient, *[None] * ctx.count)
-
-
 def stand_ins(edge_index: DistEdgeIndex) -> int:
     """Returns how many edges stand in for those of a worker without, where others have some.
 
@@ -184,8 +171,8 @@ def on_stand_ins(layer: MessagePassing, method: str, keeps: Sequence[str]) -> It
     """Runs a method of a layer that has no edges here on some that stand in, and drops their rows.
 
     Without edges it may do something else (GATConv returns at once) or fail (where it reshapes by
-    -1): random numbers would not be drawn, and arguments be missing in autograd's trace, where all
-    workers take part in the backward pass of these, and of parameters.
+    -1): random numbers would not be drawn, and arguments and parameters be missing in autograd's
+    trace, where all workers take part in the backward pass of these. Norms over edges get none.
 
     Args:
         layer: The layer.
@@ -194,36 +181,35 @@ def on_stand_ins(layer: MessagePassing, method: str, keeps: Sequence[str]) -> It
     """
     own, axis = getattr(layer, method), int(layer.node_dim)
 
-    def filled(name: str, value: Any) -> Any:
+    def filled(number: int, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return tree_map_only(int, lambda n: max(n, 1), value) if name in SIZE_NAMES else value
         shape, dim = list(value.shape), axis if name[-2:] in ("_i", "_j") else 0
         dim = -1 if name in ("index", "edge_index", "edge_index_i", "edge_index_j") else dim
         if not shape or shape[dim]:
-            return value.detach().clone() if value.requires_grad else value
+            return value
         shape[dim] = STAND_INS
-        one = int(value.dtype.is_floating_point)
-        return torch.full(shape, one, dtype=value.dtype, device=value.device)
+        rows = torch.zeros(shape, dtype=value.dtype, device=value.device)
+        if not rows.dtype.is_floating_point:
+            return rows
+        # Such that functions have finite derivatives there, also of differences of arguments.
+        places = torch.arange(rows.numel(), device=rows.device) + 7 * number
+        return torch.cat([value, rows + (0.5 + 0.25 * places.cos()).view(shape).to(rows)], dim)
+
+    def without_rows(rows: Tensor, dim: int = axis) -> Tensor:
+        dim = dim if -rows.dim() <= dim < rows.dim() else 0
+        there = rows.dim() > 0 and rows.size(dim) == STAND_INS
+        return rows.narrow(dim, 0, 0) if there else rows
+
+    def normed(forward: Callable[..., Tensor], x: Tensor, *given: Any, **named: Any) -> Tensor:
+        cut = tree_map_only(Tensor, partial(without_rows, dim=0), ((x, *given), named))
+        return torch.cat([forward(*cut[0], **cut[1]), x])
 
     def run(**arguments: Any) -> Any:
-        given = {name: filled(name, value) for name, value in arguments.items()}
-        learns = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.requires_grad]
-        leaves = [given[name].requires_grad_() for name in learns]
-        others = [*layer.parameters(), *(value for _, _, value in computed_in(layer))]
-
-        def without_rows(rows: Tensor) -> Tensor:
-            dim = axis if -rows.dim() <= axis < rows.dim() else 0
-            if not rows.dim() or rows.size(dim) != STAND_INS:
-                return rows
-            out = rows.detach().narrow(dim, 0, 0)
-            if not rows.requires_grad:
-                return out
-            ones = torch.ones_like(rows)
-            read = torch.autograd.grad(rows, leaves, ones, True, allow_unused=True)
-            used = [arguments[n] for n, g in zip(learns, read, strict=True) if g is not None]
-            return cast(Tensor, _Joined.apply(out, *used, *others))
-
-        found = own(**given | {n: v.clone() for n, v in zip(learns, leaves, strict=True)})
+        given = {n: filled(k, n, value) for k, (n, value) in enumerate(arguments.items())}
+        norms = [(m, "forward", partial(normed, m.forward)) for m in norms_over_rows(layer)]
+        with standing_in(*norms):
+            found = own(**given)
         kept = {name: layer.__dict__[name] for name in keeps if name in layer.__dict__}
         found, kept = tree_map_only(Tensor, without_rows, (found, kept))
         layer.__dict__.update(kept)

@@ -24,7 +24,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.message.layer_state import TileValue
 from pyg_sar.reduction.gradients import post_totals
 from pyg_sar.reduction.parameters import attribute_rows, check_tensors, replicas
 from pyg_sar.tensors import NodeTensor
@@ -181,19 +180,6 @@ def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             rows = rows or (isinstance(module, SparseLinear) and own == "weight")
             if parameter is not None and parameter.requires_grad and not rows:
                 yield f"{name}.{own}" if name else own, parameter
-
-
-def computed_in(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
-
-    Args:
-        layer: The layer.
-    """
-    for module in layer.modules():
-        for name, value in vars(module).items():
-            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
-            if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
-                yield vars(module), name, value
 
 
 def compute_again(layer: torch.nn.Module) -> None:
