@@ -26,6 +26,7 @@ from pyg_sar.tensors.operands import (
     beside,
     called,
     extreme,
+    identity,
     own,
     summed,
     widened,
@@ -195,21 +196,12 @@ def _reduced_loss(func: Any, args: Any, kwargs: Any) -> Any:
     return each.mean() if how == "mean" else each.sum() / (each.size(0) if how[0] == "b" else 1)
 
 
-def _identity(dtype: torch.dtype, op: str) -> float | int | bool:
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return float("inf") if op == "min" else float("-inf")
-    info = torch.iinfo(dtype)
-    return info.max if op == "min" else info.min
-
-
 def _largest(local: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     """Returns extremes along axes; where there is nothing, what changes no extreme."""
     if all(local.shape):
         return getattr(local, f"a{op}")(dims, keepdim)
     shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-    out = local.new_full(shape, _identity(local.dtype, op))
+    out = local.new_full(shape, identity(local.dtype, op))
     return out if keepdim else out.reshape([n for d, n in enumerate(shape) if d not in dims])
 
 
@@ -331,14 +323,16 @@ def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
 
 @rule("_softmax", "_log_softmax")
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dim, wider = args
-    if dim % source.dim() != source.axis or not source.numel():
+    given = arguments(func, args, kwargs)
+    source = given["self"]
+    if given["dim"] % source.dim() != source.axis or not source.numel():
         return _along(func, args, kwargs)
+    kind = _kind_of(func, given, source)
     rows, dims, local = source.rows, [source.axis], widened(source.local)
     local = local - extreme(_largest(local, dims, True, "max"), rows, "max")
     total = summed(local.exp().sum(dims, True), rows)
     out = local - total.log() if "log" in func._schema.name else local.exp() / total
-    return wrap(out if wider else as_kind(out, source.dtype), rows, source.axis)
+    return wrap(out.to(kind), rows, source.axis)
 
 
 @rule("argmax", "argmin")
@@ -347,6 +341,7 @@ def _place(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim = given["self"], given["dim"]
     if dim is None or dim % source.dim() != source.axis or not source.numel():
         return _along(func, args, kwargs)
+    _kind_of(func, given, source)
     return _with_place(func._schema.name[-3:], source, given["keepdim"])[1]
 
 
