@@ -411,12 +411,16 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         return turned
     if dim is None or source.axis in dims or not isinstance(source, NodeTensor):
         return by_gathering(func, args, kwargs)
-    name = "self" if "self" in given else "input"
-    out = called(func, given, **{name: source.local})
+    name, local = "self" if "self" in given else "input", source.local
+    if not source.rows.count:  # Fourier transforms, say, want a row.
+        shape = [1 if d == source.axis else n for d, n in enumerate(local.shape)]
+        local = local.new_zeros(shape)
+    out = called(func, given, **{name: local})
     parts = out if isinstance(out, tuple | list) else (out,)
     keeps = all(part.dim() == source.dim() for part in parts)
     axis = source.axis if keeps else _kept_axis(source, dims, False)
-    return _wrapped(out, source, axis)
+    here = [part.narrow(axis, 0, source.rows.count) for part in parts]
+    return _wrapped(here[0] if isinstance(out, Tensor) else here, source, axis)
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
