@@ -191,6 +191,21 @@ class SideBySide(gnn.MessagePassing):
         return (weights.unsqueeze(-1) * x_j.view(-1, 2, CHANNELS // 2)).flatten(1)
 
 
+class AttentionOfEdges(torch.nn.Module):
+    """Returns attention weights, of which the message's arguments get gradients as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GATConv(CHANNELS, OUT, edge_dim=EDGE_DIM, add_self_loops=False)
+
+    def forward(
+        self, x: torch.Tensor, edge_index: torch.Tensor, edge_attr: torch.Tensor
+    ) -> torch.Tensor:
+        asked = {"return_attention_weights": True}
+        out, (_, alpha) = self.conv(x, edge_index, edge_attr, **asked)
+        return out + alpha.square().sum()
+
+
 def sage(aggr: Any, **kwargs: Any) -> Make:
     return lambda: gnn.SAGEConv(CHANNELS, OUT, aggr=aggr, aggr_kwargs=kwargs)
 
@@ -359,6 +374,14 @@ SOME = {
         "transformer, edges", "edge conv", "nnconv", "cg, batch norm",
     )
 }  # fmt: skip
+# Their messages do something else without edges, fail there, leave values, or take statistics.
+IN_ONE_SHOT = {
+    **{name: LAYERS[name] for name in ("gat, edges", "gat, no loops", "gine", "nnconv")},
+    **{name: WIDER[name] for name in ("cheb", "pna", "rgat, within relations", "attentional")},
+    **{name: WIDER[name] for name in ("heads side by side", "sets an attribute")},
+    "batch norm": (lambda: gnn.EdgeConv(mlp(2 * CHANNELS, BatchNorm1d(8))), (), ()),
+    "attention": (AttentionOfEdges, ATTR, ()),
+}  # fmt: skip
 WITHOUT_EDGES = ("gcn", "sage, mean", "sage, max", "gat", "gatv2", "transformer", "gin")
 
 
@@ -382,11 +405,15 @@ def uneven_parts() -> Iterator[tuple[str, Data, str | torch.Tensor]]:
         part = torch.arange(40) % 2
         part = part + (part >= empty).long()
         assert empty not in part.tolist()
-        yield f"all nodes outside part {empty}", make_graph(seed=6), part
+        yield f"no nodes in part {empty}", make_graph(seed=6), part
     data = make_graph(seed=8)
     data = data.edge_subgraph(thirds[data.edge_index[1]] != 0)
     data.num_nodes = 40
     yield "nodes that others read, without an in-edge", data, thirds
+    data = make_graph(seed=8)
+    data = data.edge_subgraph((thirds[data.edge_index] != 0).all(0))
+    data.num_nodes = 40
+    yield "no edges in part 0", data, thirds
     data = make_graph(seed=10)
     both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
     weight, attr = (torch.cat([t, t]) for t in (data.edge_weight, data.edge_attr))
@@ -398,7 +425,10 @@ def uneven_parts() -> Iterator[tuple[str, Data, str | torch.Tensor]]:
 def test_uneven_parts(partitions: Partitions):
     sweep = Sweep(3)
     for title, data, part in uneven_parts():
-        add_layers(sweep, SOME, data, partitions(data, 3, part), MODES, f", {title}")
+        root, where = partitions(data, 3, part), f", {title}"
+        add_layers(sweep, SOME, data, root, MODES, where)
+        if title in ("no nodes in part 0", "no edges in part 0"):
+            add_layers(sweep, IN_ONE_SHOT, data, root, (SARPolicy(mode=3),), f"{where}, at once")
     data = make_graph(seed=9)
     data = data.edge_subgraph(torch.zeros(data.num_edges, dtype=torch.bool))
     data.num_nodes = 40

@@ -188,6 +188,18 @@ def recognised(root: str) -> None:
             layer(data.x, wrong)
 
 
+def loaded_again(root: str) -> None:
+    """Nodes that were loaded before, and as many edges as there are of them."""
+    found = []
+    for data in (pyg_sar.load_partition(root), pyg_sar.load_partition(root), make_graph()):
+        graphs = torch.stack([torch.arange(NODES), torch.arange(NODES) % 3])
+        torch.manual_seed(0)
+        layer = pyg_sar.distribute(gnn.GATConv((6, 6), 3, add_self_loops=False).to(DOUBLE))
+        found.append(layer((data.x.sin(), torch.ones(3, 6, dtype=DOUBLE)), graphs))
+    for out in found:
+        torch.testing.assert_close(whole(out, "rows"), found[-1], rtol=1e-10, atol=1e-10)
+
+
 def test_long_lists_are_told_apart() -> None:
     """As float32 has no number for their last edge."""
     long = torch.zeros(2, 1, dtype=torch.long).expand(2, 2**24 + 4)
@@ -239,6 +251,7 @@ def unsent() -> None:
 def both(root: str) -> list[str]:
     unsent()
     recognised(root)
+    loaded_again(root)
     current().made_edges = None
     bounded(root)
     return sweep(root)

@@ -32,6 +32,7 @@ from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.tensors import NodeTensor
 
 
@@ -89,6 +90,18 @@ class Products(MessagePassing):
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
         return self.lin(x_j).tanh() * x_i[:, :3]
+
+
+class Switches(MessagePassing):
+    """Needs what another attribute says."""
+
+    gates = False
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_j * (x_i * x_j).sigmoid() if self.gates else x_j
 
 
 class Alone(nn.Module):
@@ -239,6 +252,33 @@ def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Pa
     ):
         for got in found:
             same(got, right, every, modes)
+
+
+def switched(data: Any, layers: list[nn.Module]) -> list[Tensor]:
+    """Gradients before and after attributes change."""
+    found = []
+    for layer in layers:
+        for gates in (False, True, True):
+            layer.gates = gates
+            x = data.x.clone().requires_grad_()
+            layer(x, data.edge_index).square().sum().backward()
+            found.append(x.grad)
+    return [t.full_tensor() if isinstance(t, NodeTensor) else t for t in found]
+
+
+def test_workers_without_edges_follow_a_layer_that_changes(tmp_path: Path) -> None:
+    def on_part(root: Path) -> list[Tensor]:
+        data = pyg_sar.load_partition(root)
+        layers = [pyg_sar.distribute(Switches(), SARPolicy(mode=mode)) for mode in (1, 2, 3)]
+        found = switched(data, layers)
+        assert [len(facts_of(layer).silent) for layer in layers] == [2, 2, 2]
+        return found
+
+    data = make_graph()
+    root = Partitions(tmp_path)(data, 2, torch.zeros(40, dtype=torch.long))
+    right = switched(data, [Switches() for _ in range(3)])
+    for found in parts(on_part, 2, root):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
 def all_trained(roots: list[Path]) -> list[Any]:

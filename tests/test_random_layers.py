@@ -160,12 +160,13 @@ def random(strength, policies=POLICIES):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """Folders of 1, 2 and 3 parts; of the three, the last has the isolated node alone."""
+    """Folders of 1, 2 and 3 parts; of the three, the last has the isolated node alone, or none."""
     folder = tmp_path_factory.mktemp("parts")
     lonely = torch.arange(40) % 2
     lonely[39] = 2
     for world, method in ((1, "random"), (2, "random"), (3, lonely)):
         pyg_sar.write_partitions(DATA, world, folder / str(world), method)
+    pyg_sar.write_partitions(DATA, 3, folder / "none", torch.arange(40) % 2)
     return folder
 
 
@@ -189,6 +190,18 @@ def test_as_one_process_draws_and_as_any_number_of_workers(name, parts):
             assert_same(found, expected.setdefault(policy.random, found), title)
     if name != "nothing random":
         assert not torch.allclose(expected["same"][0], expected["keyed"][0])
+
+
+def test_as_one_process_draws_where_a_part_has_no_nodes(parts):
+    policies = [*random("same", POLICIES[::3]), SARPolicy(mode=3, random="keyed")]
+    models = [made(name) for name in MODELS]
+    results = host(work, 3, parts / "none", models, policies)
+    keyed = host(work, 2, parts / "2", models, policies[2:])
+    for k, (name, model) in enumerate(zip(MODELS, models, strict=True)):
+        expected = two_steps(copy.deepcopy(model), DATA)
+        for step, right in enumerate((expected, expected, alike([w[k] for w in keyed]))):
+            found = alike([worker[3 * k + step] for worker in results])
+            assert_same(found, right, f"{name}, {policies[step]}")
 
 
 def test_processes_draw_alike_where_rows_travel_and_where_they_are_read(parts):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from oracle import error, parts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.nn import GraphNorm, InstanceNorm, LayerNorm, PairNorm, global_mean_pool
+from torch_geometric.utils import scatter
+from torch_geometric.utils import softmax as pyg_softmax
 
 import pyg_sar
 from pyg_sar.tensors import NodeTensor
@@ -69,6 +72,19 @@ LOSSES = {
     "pool": lambda x, y, m: global_mean_pool(InstanceNorm(WIDTH)(x).pow(3) + x, None).sum(),
     "reshape": lambda x, y, m: x.view(-1).sum() + x.reshape(-1).mean(),
     "masked": lambda x, y, m: x.masked_fill(m[:, None], 0).mean() + (x.T * m).sum() / m.sum(),
+    "softmax(0)": lambda x, y, m: (x.softmax(0) * x).sum() + (x.log_softmax(0) * V).mean(),
+    "cumsum(0)": lambda x, y, m: (x.cumsum(0) * V).tanh().mean() + x.t().cumsum(1).std(),
+    "logcumsumexp(0)": lambda x, y, m: x.logcumsumexp(0).mean(),
+    "flip": lambda x, y, m: (x.flip(0, 1) * x).mean() + (x.roll((3, 1), (0, 1)) * x).sum(),
+    "max(0)": lambda x, y, m: (x.max(0).values * V).sum() + x.t().min(1, keepdim=True)[0].norm(),
+    "argmax(0)": lambda x, y, m: x.mean() * (x.argmax(0) + x.argmin(0) + x.max(0)[1]).sum(),
+    "prod(0)": lambda x, y, m: ((1 + x / 50).prod(0) * V).sum() + torch.prod(1 + x / 90),
+    "row": lambda x, y, m: x[3].sum() + x[-1].norm() + x.select(0, 5).mean() + x[7, 2].cos(),
+    "softmax of groups": lambda x, y, m: (pyg_softmax(x, y, num_nodes=WIDTH) * x).pow(2).sum(),
+    "scatter": lambda x, y, m: (
+        scatter(x, y, 0, WIDTH, "max").pow(2).sum() + scatter(x, y, 0, 9, "min").sin().sum()
+    ),
+    "dtype": lambda x, y, m: x.float().sum(0, dtype=x.dtype).norm() + x.mean(dtype=x.dtype),
     "penalty": lambda x, y, m: (
         torch.autograd.grad(x.pow(3).mean(), x, create_graph=True)[0].norm(2, 1).mean()
     ),
@@ -122,10 +138,46 @@ def test_no_worker_makes_all_rows():
             assert size <= 2 * X.nbytes // PARTS, (name, made_by)
 
 
+def test_the_first_of_equal_rows_is_found():
+    """As torch does where values are equal, or NaN; the last worker has no rows."""
+    draw = torch.Generator().manual_seed(1)
+    values = torch.randint(3, (12, 5), generator=draw).double()
+    values[[4, 7], 1] = float("nan")
+    values[:, 2] = -float("inf")
+
+    def found(kinds):
+        comm, got = pyg_sar.comm.current(), []
+        ids = torch.arange(12).flip(0)[comm.rank :: comm.world_size - 1]
+        rows = node_rows(comm, ids if comm.rank + 1 < comm.world_size else ids[:0], 12)
+        for t in kinds:
+            x = NodeTensor(t[rows.ids], rows, 0)
+            assert torch.fft.rfft(x.double(), dim=1).shape == (12, 3)  # takes no batch of nothing
+            got += [*x.max(0), *x.t().min(1, keepdim=True)]
+            if t.dtype != torch.bool:
+                got += [x.argmax(0), x.argmin(0, True)]
+                continue
+            for function in (x.argmax, x.softmax, x.log_softmax):  # torch has none of these
+                with pytest.raises(RuntimeError):
+                    function(0)
+        return got
+
+    kinds = [values, values.nan_to_num(neginf=-7).long(), values > 0]
+    expected = []
+    for x in kinds:
+        expected += [*x.max(0), *x.t().min(1, keepdim=True)]
+        expected += [] if x.dtype == torch.bool else [x.argmax(0), x.argmin(0, True)]
+    for got in parts(found, 5, kinds):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def third_derivative(x):
     """Of what is nonlinear in a weight of each row, and in sums over rows."""
     weight = torch.diag(V).requires_grad_()
-    found = F.linear(x, weight).pow(4).mean() + (x * weight.sum()).mean(0).pow(4).sum()
+    rows = x * weight.sum()
+    found = F.linear(x, weight).pow(4).mean() + rows.mean(0).pow(4).sum() + rows[5].pow(3).sum()
+    found = found + rows.softmax(0).pow(2).sum() + rows.log_softmax(0).mean() + rows.flip(0)[9, 1]
+    found = found + (rows.cumsum(0) / N).sin().mean() + rows.max(0)[0].pow(3).sum()
+    found = found + (1 + rows / N).prod(0).sum()
     for _ in range(3):
         (gradient,) = torch.autograd.grad(found, weight, create_graph=True)
         found = gradient.pow(3).sum()

@@ -56,7 +56,7 @@ _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave t
 class RowsFound:
     """Findings about a message's rows, by this worker and by all, and of which levels they are."""
 
-    mine: RowWise | None
+    mine: RowWise
     edges: dict[str, bool]
     nodes: dict[str, int]
     agreed: RowWise
@@ -194,14 +194,13 @@ class Chooser:
         """True where the layer, some of whose attributes changed, needs the same as before."""
         if known.rows is not None:
             self.rows.levels = known.rows.edges, known.rows.nodes
-        if known.rows is not None and known.rows.mine is not None:
             mine = self.rows.look(*self.rows.levels, "message")
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
         if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
             return not hooks_of(self.layer, "aggregate")
-        look = self._look(known.strategy == "chunked", True, known.sizes)
+        look = self._look(known.strategy == "chunked", known.sizes)
         return (look.severity, *look.numbers) == known.found
 
     def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
@@ -289,8 +288,7 @@ class Chooser:
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
-        some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
-        look = self._look(complete, some_edges, sizes)
+        look = self._look(complete, sizes)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:
@@ -327,8 +325,8 @@ class Chooser:
         )
         return choice, "", 0
 
-    def _look(self, complete: bool, some_edges: bool, sizes: dict[str, Any]) -> _Analysis:
-        """Looks at the message on a few of this worker's edges. Communicates nothing."""
+    def _look(self, complete: bool, sizes: dict[str, Any]) -> _Analysis:
+        """Looks at the message on a few made-up edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
         numbers, budget, rows = Dependence.no_opinion(), 1, None
@@ -345,12 +343,11 @@ class Chooser:
                 most_edges(self.layer, self.edge_index, complete),
                 sizes,
             )
-            if self.edge_index.size(1) or not some_edges:
-                reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
-                linear = complete or reductions.linear
-                numbers = self.rows.observation().needs(program, reads, linear).encode()
-                rows, sets = program.out_rows, program.sets
-                _refuse_states_of_integers(reductions, rows or [])
+            reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
+            linear = complete or reductions.linear
+            numbers = self.rows.observation().needs(program, reads, linear).encode()
+            rows, sets = program.out_rows, program.sets
+            _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
             return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])

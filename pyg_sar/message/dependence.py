@@ -143,9 +143,14 @@ def without_statistics(layer: torch.nn.Module, log: Reductions) -> Iterator[None
         log.refuse(NeedsAllEdges(reason, collective=True), always=True)
         return x * 1
 
-    norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
+    norms = norms_over_rows(layer)
     with standing_in(*((m, "forward", partial(forward, type(m).__name__)) for m in norms)):
         yield
+
+
+def norms_over_rows(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns the modules in a layer that take statistics over rows now."""
+    return [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
 
 
 class Observation:

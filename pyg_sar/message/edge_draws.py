@@ -6,7 +6,7 @@ pass again. So its k-th draw is made once in a call, when the first tile comes t
 worker's edges (:func:`pyg_sar.space.draws.draw`); each tile takes its rows, forward and backward.
 With ``'keyed'`` nothing is kept but the key.
 
-A worker without edges runs no message. After the pass all workers compare how often they drew, and
+A worker without edges runs no tile. After the pass all workers compare how often they drew, and
 whether their generators were in the same state at first; who has drawn less learns from the others
 what it missed, and draws it.
 

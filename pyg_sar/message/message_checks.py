@@ -124,22 +124,16 @@ class RowAgreement:
 
     def agree(
         self, levels: dict[str, bool], nodes: dict[str, int], method: str
-    ) -> tuple[RowWise | None, RowWise]:
+    ) -> tuple[RowWise, RowWise]:
         """Returns what this worker found about the message's rows, and what all did."""
-        edges, mine = self.edges, None
-        if edges.size(1):
-            mine = self.look(levels, nodes, method)
-        said = (
-            None
-            if mine is None
-            else [mine.refused, list(mine.updates), mine.numbers, list(mine.keeps)]
-        )
-        row = None if mine is None or mine.rows is None else mine.rows
+        edges, mine = self.edges, self.look(levels, nodes, method)
+        said = [mine.refused, list(mine.updates), mine.numbers, list(mine.keeps)]
+        row = mine.rows
         shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
         everyone = self.comm.all_gather_object([said, shape])
-        for rank, (found, _) in enumerate(everyone):
-            self.refuse(found[0] if found else "", rank, together=True)
-        known = [found for found, _ in everyone if found]
+        known = [found for found, _ in everyone]
+        for rank, found in enumerate(known):
+            self.refuse(found[0], rank, together=True)
         shapes = [found for _, found in everyone if found]
         rows = None
         if shapes:
@@ -149,7 +143,7 @@ class RowAgreement:
             refused=next((found[0] for found in known if found[0]), ""),
             updates=tuple(sorted({name for found in known for name in found[1]})),
             keeps=tuple(sorted({name for found in known for name in found[3]})),
-            numbers=bool(known) and all(found[2] for found in known),
+            numbers=all(found[2] for found in known),
             rows=rows,
         )
         return mine, agreed

@@ -125,7 +125,7 @@ class RowCheck:
 
     Args:
         layer: The layer.
-        edge_index: Distributed edges; this worker must have some.
+        edge_index: Distributed edges.
         kwargs: Keyword arguments of ``propagate``.
         levels: What has a row per edge, as :class:`TileProgram` takes it.
         nodes: Unsuffixed tensors with a row per node of a type: 0 for sources, 1 for targets.
@@ -305,7 +305,8 @@ class RowCheck:
                 base = NODE + (STEP if self.bipartite and not space else 0)
                 label = base + torch.arange(count, dtype=torch.int32)
             if tensor.size(0) == 0:
-                tensor = tensor.new_ones(1, *tensor.shape[1:])
+                one = int(tensor.is_floating_point())  # zero is a number of some type, say
+                tensor = tensor.new_full((1, *tensor.shape[1:]), one)
             if operand.role in ("source", "target") or space is not None:
                 rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
             value = tensor.index_select(0, rows % tensor.size(0))

@@ -145,6 +145,8 @@ class _Call:
                 return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
+                if len(same) > 1:  # Nodes that were loaded twice, and as many edges, say.
+                    same = [r for r in same if r.same(rows)][:1]
                 if len(same) != 1:
                     raise DistributedIndexError(
                         f"{type(self.module).__name__} got rows of another order than its graph's "

@@ -68,10 +68,12 @@ from pyg_sar.nn.propagation import (
     kept_normalisation,
     known_size,
     note_tensors,
+    on_stand_ins,
     refuse_collectors,
     refuse_local_ids,
     reversed_call,
     sorted_edges,
+    stand_ins,
     travelling,
     whole_scope,
     with_room,
@@ -213,8 +215,7 @@ class DistMessagePassing(MessagePassing):
                 keeps = () if choice.rows is None else choice.rows.agreed.keeps
                 facts = facts_of(self)
                 before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
-                with whole_scope(self, edge_index, choice):
-                    out = self._propagate_whole(edge_index, size, kwargs, choice)
+                out = self._propagate_whole(edge_index, size, kwargs, choice)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
                     self._stand_in(before, edge_index.plan)
                 return out
@@ -309,7 +310,12 @@ class DistMessagePassing(MessagePassing):
     def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         keeps = Chooser(self, edge_index, kwargs).check_edge_update()
         facts_of(self).edge_sets = attributes_of(self, keeps)
-        with self._drawing(edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
+        padding = stand_ins(edge_index)
+        with (
+            self._drawing(edge_index, kwargs) as draws,
+            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
+            of_all_edges(draws, edge_index, None, padding),
+        ):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
@@ -364,12 +370,13 @@ class DistMessagePassing(MessagePassing):
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
         with (
+            self._drawing(edge_index, kwargs) as draws,  # before methods are others' for a while
+            whole_scope(self, edge_index, choice) as padding,
             first_target_filled(self),
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(self, plan),
-            self._drawing(edge_index, kwargs) as draws,
-            of_all_edges(draws, edge_index, columns),
+            of_all_edges(draws, edge_index, columns, padding),
         ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edges, size=size, **kwargs)

@@ -355,7 +355,7 @@ def drawing(
 
 
 def of_all_edges(
-    draws: EdgeDraws | None, edge_index: DistEdgeIndex, columns: Tensor | None
+    draws: EdgeDraws | None, edge_index: DistEdgeIndex, columns: Tensor | None, padding: int
 ) -> AbstractContextManager[None]:
     """Takes what is drawn meanwhile for numbers of all edges, in the order of ``columns`` if given.
 
@@ -363,11 +363,12 @@ def of_all_edges(
         draws: What draws; ``None``: each worker for itself.
         edge_index: Distributed edges, for which they draw: before they were put in that order.
         columns: Their order, ``[E]``.
+        padding: How many edges stand in for those of a worker without.
     """
     if draws is None:
         return nullcontext()
     places = slice(None) if columns is None else columns
-    return draws.of_edges(places, edge_index.size(1))
+    return draws.of_edges(places, edge_index.size(1), padding)
 
 
 def mark_deferred(layer: Any, deferred: DeferredEdge, device: torch.device) -> DeferredEdge:

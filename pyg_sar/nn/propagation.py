@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.engine.reverse import reversed_edges
-from pyg_sar.errors import DistributedIndexError, PygSarError
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
+from pyg_sar.message.dependence import norms_over_rows
 from pyg_sar.message.layer_facts import facts_of, standing_in
-from pyg_sar.message.message_checks import row_levels
-from pyg_sar.message.program import DeferredEdge
+from pyg_sar.message.message_checks import maximum, row_levels
+from pyg_sar.message.program import STAND_INS, DeferredEdge
+from pyg_sar.message.row_wise import SIZE_NAMES
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
@@ -151,46 +154,68 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
-class _Joined(torch.autograd.Function):
-    """The first tensor, in whose trace the others stand; these get no gradient."""
+def stand_ins(edge_index: DistEdgeIndex) -> int:
+    """Returns how many edges stand in for those of a worker without, where others have some.
 
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.count = len(others)
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient, *[None] * ctx.count)
+    All workers call this together.
+    """
+    plan, here = edge_index.plan, edge_index.size(1)
+    if plan.world_size == 1:
+        return 0
+    most = partial(maximum, plan.comm, [here], edge_index.device)
+    return STAND_INS if edge_index.remember_together("most", most)[0] > here == 0 else 0
 
 
 @contextmanager
-def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Lets a message that fails for want of edges give ``rows[0]``, ``[0, *]``, meanwhile.
+def on_stand_ins(layer: MessagePassing, method: str, keeps: Sequence[str]) -> Iterator[None]:
+    """Runs a method of a layer that has no edges here on some that stand in, and drops their rows.
 
-    Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
+    Without edges it may do something else (GATConv returns at once) or fail (where it reshapes by
+    -1): random numbers would not be drawn, and arguments and parameters be missing in autograd's
+    trace, where all workers take part in the backward pass of these. Norms over edges get none.
+
+    Args:
+        layer: The layer.
+        method: ``'message'`` or ``'edge_update'``.
+        keeps: Attributes that it leaves with a row per edge.
     """
-    own = layer.message
+    own, axis = getattr(layer, method), int(layer.node_dim)
 
-    def message(**arguments: Any) -> Any:
-        try:
-            return own(**arguments)
-        except PygSarError:
-            raise
-        except (IndexError, RuntimeError, ValueError):
-            return stand_in(arguments)
+    def filled(number: int, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return tree_map_only(int, lambda n: max(n, 1), value) if name in SIZE_NAMES else value
+        shape, dim = list(value.shape), axis if name[-2:] in ("_i", "_j") else 0
+        dim = -1 if name in ("index", "edge_index", "edge_index_i", "edge_index_j") else dim
+        if not shape or shape[dim]:
+            return value
+        shape[dim] = STAND_INS
+        rows = torch.zeros(shape, dtype=value.dtype, device=value.device)
+        if not rows.dtype.is_floating_point:
+            return rows
+        # Such that functions have finite derivatives there, also of differences of arguments.
+        places = torch.arange(rows.numel(), device=rows.device) + 7 * number
+        return torch.cat([value, rows + (0.5 + 0.25 * places.cos()).view(shape).to(rows)], dim)
 
-    def stand_in(arguments: dict[str, Any]) -> Tensor:
-        axis = int(layer.node_dim)
-        out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
-        # All workers take part in the backward pass, of arguments and of parameters.
-        for value in arguments.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                out = out + value.sum().to(out.dtype) * 0
-        joined: Tensor = _Joined.apply(out, *layer.parameters())
-        return joined
+    def without_rows(rows: Tensor, dim: int = axis) -> Tensor:
+        dim = dim if -rows.dim() <= dim < rows.dim() else 0
+        there = rows.dim() > 0 and rows.size(dim) == STAND_INS
+        return rows.narrow(dim, 0, 0) if there else rows
 
-    with standing_in((layer, "message", message)):
+    def normed(forward: Callable[..., Tensor], x: Tensor, *given: Any, **named: Any) -> Tensor:
+        cut = tree_map_only(Tensor, partial(without_rows, dim=0), ((x, *given), named))
+        return torch.cat([forward(*cut[0], **cut[1]), x])
+
+    def run(**arguments: Any) -> Any:
+        given = {n: filled(k, n, value) for k, (n, value) in enumerate(arguments.items())}
+        norms = [(m, "forward", partial(normed, m.forward)) for m in norms_over_rows(layer)]
+        with standing_in(*norms):
+            found = own(**given)
+        kept = {name: layer.__dict__[name] for name in keeps if name in layer.__dict__}
+        found, kept = tree_map_only(Tensor, without_rows, (found, kept))
+        layer.__dict__.update(kept)
+        return found
+
+    with standing_in((layer, method, run)):
         yield
 
 
@@ -212,15 +237,19 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 
 
 @contextmanager
-def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[None]:
-    """Lets a message of all edges at once get the whole graph's sizes, and go without edges."""
-    lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
+def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[int]:
+    """Lets a message of all edges at once get the whole graph's sizes, and go without edges.
+
+    Gives how many edges stand in.
+    """
+    padding = stand_ins(edge_index)
     with ExitStack() as stack:
         if choice.sizes:
             stack.enter_context(message_with_sizes(layer, choice.sizes))
-        if lonely and choice.out_rows:
-            stack.enter_context(message_without_edges(layer, choice.out_rows))
-        yield
+        if padding:
+            keeps = () if choice.rows is None else choice.rows.agreed.keeps
+            stack.enter_context(on_stand_ins(layer, "message", keeps))
+        yield padding
 
 
 @contextmanager

@@ -97,7 +97,8 @@ def summed_gradients(
             like.new_zeros(values[k].numel()) if g is None else g.reshape(-1)
             for k, g in zip(places, given, strict=True)
         ]
-        parts.append(like.new_tensor([float(g is not None) for g in given]))
+        there = [float(g is not None) for g in given]
+        parts.append(torch.tensor(there, dtype=like.dtype, device=like.device))
         total = Total.apply(torch.cat(parts), comm)
         *sums, holders = total.split([part.numel() for part in parts])
         for k, part, count in zip(places, sums, holders.tolist(), strict=True):

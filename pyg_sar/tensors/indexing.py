@@ -18,7 +18,17 @@ from pyg_sar.tensors.node_tensor import (
     tensors_in,
     whole,
 )
-from pyg_sar.tensors.operands import arguments, beside, called, own, summed, widened, wrap
+from pyg_sar.tensors.operands import (
+    arguments,
+    beside,
+    called,
+    extreme,
+    identity,
+    own,
+    summed,
+    widened,
+    wrap,
+)
 from pyg_sar.tensors.pointwise import ids_of
 from pyg_sar.tensors.rows import Fetch, Rows
 
@@ -339,7 +349,15 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
         put = _PUT if writes else torch.ops.aten.index_put.default
         return put(target, [*[None] * dim, index], scaled, True)
     adds = name in ("scatter_add", "index_add") or given.get("reduce") in ("sum", "add")
-    if isinstance(target, NodeTensor) or not adds or not isinstance(values, Tensor):
+    if isinstance(target, NodeTensor):
+        return _scatter_gathered(func, args, kwargs, writes)
+    fills = name == "scatter" and value_name == "value" and given.get("reduce") is None
+    if fills and isinstance(index, NodeTensor) and index.axis == dim:
+        out = torch.where(_there(target, index.local, dim, index.rows), values, target)
+        return target.copy_(out) if writes else out.to(target.dtype)
+    if name == "scatter_reduce" and given["reduce"] in ("amax", "amin"):
+        return _extremes_into_plain(func, given, target, values, dim, writes)
+    if not adds or not isinstance(values, Tensor):
         return _scatter_gathered(func, args, kwargs, writes)
     return _add_into_plain(func, given, target, values, value_name, dim, writes)
 
@@ -362,19 +380,50 @@ def _scatter_gathered(func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
     return wrap(kept, target.rows, target.axis)
 
 
+def _by_row(index: Tensor, values: Tensor, dim: int) -> Rows | None:
+    """Returns the layout of values that are scattered, of which each row has its own index."""
+    rows = node_tensors(index, values)[0].rows
+    sizes = [t.size(0 if t.dim() == 1 else dim) for t in (index, values) if t.dim()]
+    return rows if sizes == [rows.total] * 2 else None
+
+
+def _scattered_whole(func: Any, given: Any, writes: bool) -> Tensor:
+    """Scatters all rows, gathered, into a plain tensor."""
+    out: Tensor = called(func, {name: whole(value, "scatter") for name, value in given.items()})
+    return given["self"] if writes else out
+
+
+def _extremes_into_plain(
+    func: Any, given: Any, target: Tensor, values: Tensor, dim: int, writes: bool
+) -> Tensor:
+    """Puts extremes into a plain tensor: of this worker's rows, then over workers."""
+    index, op = given["index"], given["reduce"][1:]
+    rows = _by_row(index, values, dim)
+    if rows is None or not target.dim():
+        return _scattered_whole(func, given, writes)
+    index, values = own(index, rows, dim), own(values, rows, dim)
+    nothing = torch.full_like(target, identity(target.dtype, op))
+    found = extreme(nothing.scatter_reduce(dim, index, values, given["reduce"]), rows, op)
+    if given["include_self"]:
+        found = getattr(torch, f"{op}imum")(found, target)
+    out = torch.where(_there(target, index, dim, rows), found, target)
+    return target.copy_(out) if writes else out
+
+
+def _there(target: Tensor, index: Tensor, dim: int, rows: Rows) -> Tensor:
+    """Returns where in a plain tensor something is put, by this worker's rows of the index."""
+    here = torch.zeros_like(target, dtype=torch.bool).scatter(dim, index, True)
+    return extreme(here, rows, "max")
+
+
 def _add_into_plain(
     func: Any, given: Any, target: Tensor, values: Tensor, name: str, dim: int, writes: bool
 ) -> Tensor:
     """Adds rows into a plain tensor: sums of this worker's rows, then over workers."""
     index = given["index"]
-    nodes = node_tensors(index, values)
-    rows = nodes[0].rows
-    if values.dim() == 0 or any(
-        t.size(0 if t.dim() == 1 else dim) != rows.total for t in (index, values)
-    ):
-        whole_given = {name: whole(value, "scatter") for name, value in given.items()}
-        out = called(func, whole_given)
-        return target if writes else out
+    rows = _by_row(index, values, dim)
+    if rows is None:
+        return _scattered_whole(func, given, writes)
     local = {
         **given,
         "self": torch.zeros_like(widened(target)),
@@ -384,6 +433,6 @@ def _add_into_plain(
     if "include_self" in given:
         local["include_self"] = True
         if not given["include_self"]:
-            raise refusal(func, "with include_self=False is not supported", target, *nodes)
+            raise refusal(func, "with include_self=False is not supported", target, values)
     total = summed(called(func, local), rows).to(target.dtype)
     return target.add_(total) if writes else target + total

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, RowCopy, method
+from pyg_sar.tensors.node_tensor import NodeTensor, RowCopy, as_it_is, method
 
 
 @method(Tensor.__getitem__)
@@ -29,6 +29,17 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)
+
+
+@method(Tensor.select, torch.select)
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    """As ``x[3]``, whose gradient its owner alone makes."""
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    source, dim = given.get("input"), given.get("dim")
+    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
+    if learns and type(dim) is int and dim in (0, -source.dim()) and source.axis == 0:
+        return source[given["index"]]
+    return as_it_is(func, args, kwargs)
 
 
 @method(Tensor.__setitem__)

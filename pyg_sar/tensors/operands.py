@@ -137,6 +137,16 @@ def summed(local: Tensor, rows: Rows) -> Tensor:
     return local.to(kind)
 
 
+def identity(dtype: torch.dtype, op: str) -> float | int | bool:
+    """Returns what changes no ``'max'`` or ``'min'``."""
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    info = torch.iinfo(dtype)
+    return info.max if op == "min" else info.min
+
+
 def extreme(local: Tensor, rows: Rows, op: str) -> Tensor:
     """Returns the ``'max'`` or ``'min'`` over workers; NaN where one has it."""
     kind, label = local.dtype, ("", "", "node tensors")

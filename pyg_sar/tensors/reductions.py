@@ -26,12 +26,14 @@ from pyg_sar.tensors.operands import (
     beside,
     called,
     extreme,
+    identity,
     own,
     summed,
     widened,
     wrap,
 )
 from pyg_sar.tensors.pointwise import by_element, ids_of
+from pyg_sar.tensors.rows import Rows
 
 
 def _dims(source: Tensor, dim: Any) -> list[int]:
@@ -105,29 +107,66 @@ def _mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
     return as_kind(total / count if count else total * float("nan"), kind)
 
 
-@method(torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+_MEAN, _PROD = (torch.mean, Tensor.mean), (torch.prod, Tensor.prod)
+
+
+@method(torch.sum, Tensor.sum, *_MEAN, *_PROD)
 def _learning(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sums over rows, whose gradient each worker makes for its own rows alone.
+    """Sums and products over rows, whose gradient each worker makes for its own rows alone.
 
     That of PyTorch's operators is made of the plain result's, with all rows.
     """
     given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
     source, dim = given.pop("input", None), given.pop("dim", None)
-    keepdim = bool(given.pop("keepdim", False))
+    keepdim, kind = bool(given.pop("keepdim", False)), given.pop("dtype", None)
     axes = [dim] if isinstance(dim, int) else dim or []
-    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
-    if given or not learns or len(args) > 3 or not all(type(axis) is int for axis in axes):
+    if given or len(args) > 3 or not _learns(source, axes) or (func in _PROD and dim == axes):
         return as_it_is(func, args, kwargs)
-    valid = all(-source.dim() <= axis < source.dim() for axis in axes)
-    dims, rows = _dims(source, dim) if valid else [], source.rows
-    inside = torch._C._functorch.maybe_current_level() is not None
-    if source.axis not in dims or rows.comm.world_size == 1 or inside:
-        return as_it_is(func, args, kwargs)
-    local = widened(to_local(source, rows, source.axis)).sum(dims, keepdim)
-    out = Total.apply(local, rows.comm, ("", "", "node tensors"))
-    if func in (torch.mean, Tensor.mean):
+    rows = source.rows
+    if kind is not None:
+        source = source.to(kind)
+    dims, local = _dims(source, dim), widened(to_local(source, rows, source.axis))
+    if func in _PROD:
+        local = local.prod() if dim is None else local.prod(dim, keepdim)
+        own = [rank == rows.comm.rank for rank in range(rows.comm.world_size)]
+        everyone = torch.stack([local if mine else torch.zeros_like(local) for mine in own])
+        out = _total(everyone, rows).prod(0)
+    else:
+        out = _total(local.sum(dims, keepdim), rows)
+    if func in _MEAN:
         out = out / math.prod(source.size(d) for d in dims)
     return as_kind(out, source.dtype)
+
+
+def _learns(source: Any, axes: Any) -> bool:
+    """Returns whether a reduction along axes, none being all, is to have a gradient over rows."""
+    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
+    if not learns or source.rows.comm.world_size == 1:
+        return False
+    size = source.dim()
+    valid = all(type(axis) is int and -size <= axis < size for axis in axes)
+    inside = torch._C._functorch.maybe_current_level() is not None
+    return valid and source.axis in _dims(source, axes) and not inside
+
+
+def _total(local: Tensor, rows: Rows) -> Tensor:
+    """Returns the sum over workers, differentiable."""
+    out: Tensor = Total.apply(local, rows.comm, ("", "", "node tensors"))
+    return out
+
+
+@method(torch.max, Tensor.max, torch.min, Tensor.min)
+def _learning_extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """Extremes along the rows, with their places, each of which one worker has."""
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    source, dim = given.get("input"), given.get("dim")
+    if len(given) - len(kwargs) < len(args) or type(dim) is not int or not _learns(source, [dim]):
+        return as_it_is(func, args, kwargs)
+    keepdim = bool(given.get("keepdim", False))
+    found = as_it_is(func, (source.detach(), dim, keepdim), {})
+    there = _ids(source) == (found.indices if keepdim else found.indices.unsqueeze(dim))
+    local = torch.where(there, to_local(source, source.rows, source.axis), 0)
+    return type(found)((_total(local.sum(dim, keepdim), source.rows), found.indices))
 
 
 @method(torch.var_mean, torch.std_mean)
@@ -157,21 +196,12 @@ def _reduced_loss(func: Any, args: Any, kwargs: Any) -> Any:
     return each.mean() if how == "mean" else each.sum() / (each.size(0) if how[0] == "b" else 1)
 
 
-def _identity(dtype: torch.dtype, op: str) -> float | int | bool:
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return float("inf") if op == "min" else float("-inf")
-    info = torch.iinfo(dtype)
-    return info.max if op == "min" else info.min
-
-
 def _largest(local: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
     """Returns extremes along axes; where there is nothing, what changes no extreme."""
     if all(local.shape):
         return getattr(local, f"a{op}")(dims, keepdim)
     shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-    out = local.new_full(shape, _identity(local.dtype, op))
+    out = local.new_full(shape, identity(local.dtype, op))
     return out if keepdim else out.reshape([n for d, n in enumerate(shape) if d not in dims])
 
 
@@ -180,9 +210,24 @@ def _extreme(op: str, func: Any, given: Any, source: NodeTensor, dims: Any, keep
         raise RuntimeError(
             f"a{op}(): Expected reduction dim to be specified for input.numel() == 0"
         )
-    if "dim" in given and isinstance(given["dim"], int):  # With indices: the first of the largest.
-        return by_gathering(func, (source, given["dim"], keepdim), {})
+    if "dim" in given and isinstance(given["dim"], int):
+        return _with_place(op, source, keepdim)
     return extreme(_largest(source.local, dims, keepdim, op), source.rows, op)
+
+
+def _ids(source: NodeTensor) -> Tensor:
+    """Returns the places of this worker's rows in the whole, along their axis."""
+    shape = [-1 if d == source.axis else 1 for d in range(source.dim())]
+    return source.rows.ids.to(source.device).view(shape)
+
+
+def _with_place(op: str, source: NodeTensor, keepdim: bool) -> tuple[Tensor, Tensor]:
+    """Returns extremes along the rows, and the first place that has each, or has NaN."""
+    local, rows, dims = source.local, source.rows, [source.axis]
+    found = extreme(_largest(local, dims, True, op), rows, op)
+    places = torch.where((local == found) | (local != local), _ids(source), rows.total)
+    first = extreme(_largest(places, dims, True, "min"), rows, "min")
+    return (found, first) if keepdim else (found.squeeze(dims[0]), first.squeeze(dims[0]))
 
 
 @reduction("max", "amax")
@@ -276,10 +321,80 @@ def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
 # Along an axis ################################################################
 
 
+@rule("_softmax", "_log_softmax")
+def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source = given["self"]
+    if given["dim"] % source.dim() != source.axis or not source.numel():
+        return _along(func, args, kwargs)
+    kind = _kind_of(func, given, source)
+    rows, dims, local = source.rows, [source.axis], widened(source.local)
+    local = local - extreme(_largest(local, dims, True, "max"), rows, "max")
+    total = summed(local.exp().sum(dims, True), rows)
+    out = local - total.log() if "log" in func._schema.name else local.exp() / total
+    return wrap(out.to(kind), rows, source.axis)
+
+
+@rule("argmax", "argmin")
+def _place(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source, dim = given["self"], given["dim"]
+    if dim is None or dim % source.dim() != source.axis or not source.numel():
+        return _along(func, args, kwargs)
+    _kind_of(func, given, source)
+    return _with_place(func._schema.name[-3:], source, given["keepdim"])[1]
+
+
+@rule("flip", "roll")
+def _turned(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows in other places: each goes to the worker that has the row of its new place."""
+    given = arguments(func, args, kwargs)
+    source, dims, rows = given["self"], given["dims"], given["self"].rows
+    dims, axis = [d % source.dim() for d in dims], source.axis
+    if axis not in dims or not source.numel():
+        return _along(func, args, kwargs)
+    others, shifts = [d for d in dims if d != axis], given.get("shifts")
+    if shifts is None:
+        local, by = source.local.flip(others), None
+    else:
+        pairs = list(zip(shifts, dims, strict=True))
+        moves = [n for n, d in pairs if d != axis]
+        local = source.local.roll(moves, others) if others else source.local
+        by = sum(n for n, d in pairs if d == axis) % rows.total
+
+    def make() -> Rows:
+        ids = rows.total - 1 - rows.ids if by is None else (rows.ids + by) % rows.total
+        return Rows(rows.comm, rows.total, rows.count, ids)
+
+    return wrap(rows.keep(("turned", by), None, make).moved(local, axis, rows), rows, axis)
+
+
+@rule("cumsum", "cumprod", "logcumsumexp")
+def _cumulated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each worker takes a run of the rows, behind what those before it come to."""
+    given = arguments(func, args, kwargs)
+    source, axis = given["self"], given["self"].axis
+    if given["dim"] % source.dim() != axis or not source.numel():
+        return _along(func, args, kwargs)
+    rows, comm = source.rows, source.rows.comm
+    runs = rows.share(rows.total)
+    local = rows.moved(source.local, axis, runs)
+    out = called(func, given, self=local)
+    shape = [1 if d == axis else n for d, n in enumerate(out.shape)]
+    last = out.narrow(axis, -1, 1).contiguous() if runs.count else out.new_zeros(shape)
+    ends = comm.all_gather(last, label=("", "", "node tensors"))
+    starts = [rows.total * rank // comm.world_size for rank in range(comm.rank + 1)]
+    before = [end for end, a, b in zip(ends, starts, starts[1:], strict=False) if a < b]
+    if before:
+        first = called(func, given, self=torch.cat(before, axis)).narrow(axis, -1, 1)
+        out = called(func, given, self=torch.cat([first, local.to(out.dtype)], axis))
+        out = out.narrow(axis, 1, runs.count)
+    return wrap(runs.moved(out, axis, rows), rows, axis)
+
+
 @rule(
-    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort"),
-    *("topk", "argsort", "argmax", "argmin", "cummax", "cummin", "kthvalue", "median", "mode"),
-    *("flip", "roll", "aminmax", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
+    *("_safe_softmax", "sort", "topk", "argsort", "cummax", "cummin", "kthvalue", "median"),
+    *("mode", "aminmax", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
 )
@@ -296,22 +411,33 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
         return turned
     if dim is None or source.axis in dims or not isinstance(source, NodeTensor):
         return by_gathering(func, args, kwargs)
-    name = "self" if "self" in given else "input"
-    out = called(func, given, **{name: source.local})
+    name, local = "self" if "self" in given else "input", source.local
+    if not source.rows.count:  # Fourier transforms, say, want a row.
+        shape = [1 if d == source.axis else n for d, n in enumerate(local.shape)]
+        local = local.new_zeros(shape)
+    out = called(func, given, **{name: local})
     parts = out if isinstance(out, tuple | list) else (out,)
     keeps = all(part.dim() == source.dim() for part in parts)
     axis = source.axis if keeps else _kept_axis(source, dims, False)
-    return _wrapped(out, source, axis)
+    here = [part.narrow(axis, 0, source.rows.count) for part in parts]
+    return _wrapped(here[0] if isinstance(out, Tensor) else here, source, axis)
 
 
 @rule("_softmax_backward_data", "_log_softmax_backward_data")
 def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     gradient, output, dim, kind = args
     first = next(iter(node_tensors(gradient, output)))
-    if dim % first.dim() == first.axis:
-        return by_gathering(func, args, kwargs)
     rows, axis = first.rows, first.axis
-    return wrap(func(own(gradient, rows, axis), own(output, rows, axis), dim, kind), rows, axis)
+    gradient, output = own(gradient, rows, axis), own(output, rows, axis)
+    if dim % first.dim() != axis:
+        return wrap(func(gradient, output, dim, kind), rows, axis)
+    gradient, output = widened(gradient), widened(output)
+    if "log" in func._schema.name:
+        out = gradient - output.exp() * summed(gradient.sum(dim, True), rows)
+    else:
+        out = gradient * output
+        out = out - output * summed(out.sum(dim, True), rows)
+    return wrap(as_kind(out, kind), rows, axis)
 
 
 @rule("glu_backward")

@@ -116,7 +116,9 @@ def _words(tensor: Tensor) -> Tensor:
     for axis in reversed(range(whole.dim() if whole.numel() else 0)):
         if whole.stride(axis) == 0:
             whole = whole.select(axis, 0)
-    return whole.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = whole.resolve_conj().resolve_neg().contiguous()
+    # The stride of a single number may be any, of which view() takes 1 only.
+    return whole.as_strided([whole.numel()], [1]).view(torch.uint8)
 
 
 def unlike_plain(ranks: str, comm: Communicator) -> str:
