@@ -305,7 +305,8 @@ class RowCheck:
                 base = NODE + (STEP if self.bipartite and not space else 0)
                 label = base + torch.arange(count, dtype=torch.int32)
             if tensor.size(0) == 0:
-                tensor = tensor.new_ones(1, *tensor.shape[1:])
+                # Integers may be ids, of which 0 is in every table.
+                tensor = tensor.new_full((1, *tensor.shape[1:]), tensor.dtype != torch.long)
             if operand.role in ("source", "target") or space is not None:
                 rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
             value = tensor.index_select(0, rows % tensor.size(0))

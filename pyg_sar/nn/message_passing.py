@@ -71,6 +71,7 @@ from pyg_sar.nn.propagation import (
     refuse_local_ids,
     reversed_call,
     sorted_edges,
+    taking_part,
     travelling,
     whole_scope,
     with_room,
@@ -210,8 +211,7 @@ class DistMessagePassing(MessagePassing):
                 keeps = () if choice.rows is None else choice.rows.agreed.keeps
                 facts = facts_of(self)
                 before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
-                with whole_scope(self, edge_index, choice):
-                    out = self._propagate_whole(edge_index, size, kwargs, choice)
+                out = self._propagate_whole(edge_index, size, kwargs, choice)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
                     self._stand_in(before, edge_index.plan)
                 return out
@@ -307,7 +307,9 @@ class DistMessagePassing(MessagePassing):
         keeps = Chooser(self, edge_index, kwargs).check_edge_update()
         facts_of(self).edge_sets = attributes_of(self, keeps)
         with self._drawing(edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
-            return super().edge_updater(edge_index, size=size, **kwargs)
+            out = super().edge_updater(edge_index, size=size, **kwargs)
+        lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
+        return taking_part(self, out, kwargs) if lonely else out
 
     # How to run ##############################################################
 
@@ -361,11 +363,12 @@ class DistMessagePassing(MessagePassing):
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
         with (
+            self._drawing(edge_index, kwargs) as draws,  # before methods of some workers' own
+            whole_scope(self, edge_index, choice),
             first_target_filled(self),
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(self, plan),
-            self._drawing(edge_index, kwargs) as draws,
             of_all_edges(draws, edge_index, columns),
         ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template

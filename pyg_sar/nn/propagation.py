@@ -24,6 +24,7 @@ from pyg_sar.message.message_checks import row_levels
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.joint_index import widened
+from pyg_sar.tensors.nested import tensors_in
 from pyg_sar.wording import counted
 
 
@@ -164,6 +165,20 @@ class _Joined(torch.autograd.Function):
         return (gradient, *[None] * ctx.count)
 
 
+def taking_part(layer: MessagePassing, out: Any, arguments: Any) -> Any:
+    """Returns a result of no edges, in whose trace its arguments and the parameters stand.
+
+    All workers take part in the backward pass, also where a method returns early without edges.
+    """
+    if not isinstance(out, Tensor) or not out.is_floating_point():
+        return out
+    for value in tensors_in(arguments):
+        if value.is_floating_point():
+            out = out + value.sum().to(out.dtype) * 0
+    joined: Tensor = _Joined.apply(out, *layer.parameters())
+    return joined
+
+
 @contextmanager
 def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
     """Lets a message that fails for want of edges give ``rows[0]``, ``[0, *]``, meanwhile.
@@ -174,21 +189,13 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
 
     def message(**arguments: Any) -> Any:
         try:
-            return own(**arguments)
+            out = own(**arguments)
         except PygSarError:
             raise
         except (IndexError, RuntimeError, ValueError):
-            return stand_in(arguments)
-
-    def stand_in(arguments: dict[str, Any]) -> Tensor:
-        axis = int(layer.node_dim)
-        out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
-        # All workers take part in the backward pass, of arguments and of parameters.
-        for value in arguments.values():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                out = out + value.sum().to(out.dtype) * 0
-        joined: Tensor = _Joined.apply(out, *layer.parameters())
-        return joined
+            axis = int(layer.node_dim)
+            out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
+        return taking_part(layer, out, arguments)
 
     with standing_in((layer, "message", message)):
         yield
