@@ -108,7 +108,7 @@ def is_finite(found: Pass) -> bool:
 def difference(
     case: Case, graph: Data, world: int, part: Tensor, policy: SARPolicy, folder: Path
 ) -> str | None:
-    """What is wrong, or an empty string; ``None`` where PyG itself has no (finite) answer."""
+    """What is wrong, or an empty string; ``None`` where there is nothing to compare."""
     if graph.num_nodes == graph.num_edges:  # What rows of attributes are would have to be said.
         return None
     plain = build(case)
