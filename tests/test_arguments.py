@@ -100,6 +100,9 @@ def test_trainer_refuses_what_cannot_be_meant():
     ):
         with pytest.raises(ValueError, match=text):
             trainer(**given)
+    model = net()
+    with pytest.raises(ValueError, match="LBFGS asks for a closure"):
+        trainer(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TypeError, match=r"callbacks\[0\]=3 has no on_start\(\)"):
         trainer(callbacks=[3])
 

@@ -545,10 +545,17 @@ def test_features_labels_and_weights_of_other_graphs(tmp_path):
     def sparse(data):
         data.x = data.x.to_sparse_csr()
 
+    def wide(data):
+        weigh(data)
+        data.x, data.edge_weight = data.x.double(), data.edge_weight.double()
+
     write(tmp_path / "b", weigh)
     write(tmp_path / "c", sparse)
+    write(tmp_path / "w", wide)
     gcn = {"model": ModelConfig(name="gcn")}
-    assert train_worker(config_of(str(tmp_path / "b"), **gcn)).losses != dense.losses
+    weighted = train_worker(config_of(str(tmp_path / "b"), **gcn)).losses
+    assert weighted != dense.losses
+    assert train_worker(config_of(str(tmp_path / "w"), **gcn)).losses == weighted
     assert train_worker(config_of(str(tmp_path / "c"), **gcn)).losses == dense.losses
     sage = {"model": ModelConfig(name="sage")}
     unweighted = train_worker(config_of(str(tmp_path / "a"), **sage)).losses

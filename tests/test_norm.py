@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from oracle import TOLERANCE, error, parts, whole, workers
+from oracle import TOLERANCE, error, make_graph, parts, whole, workers
 from torch import Tensor
 from torch.nn import BatchNorm1d
 from torch_geometric.data import Data
@@ -454,6 +454,24 @@ def test_instance_norm_told_not_to_use_what_it_tracked(tmp_path: Path):
 
     for out, running in workers(worker, 2, written(tmp_path, 2)):
         assert max(error(out, expected), error(running, plain.running_var)) <= TOLERANCE
+
+
+def dropped(data: Data, convert: Any) -> Tensor:
+    rows = convert(gnn.InstanceNorm(6))(data.x)
+    torch.manual_seed(0)
+    return torch.nn.functional.dropout(rows, 0.5)
+
+
+def dropped_worker(root: Path) -> Tensor:
+    return dropped(pyg_sar.load_partition(root), pyg_sar.distribute).full_tensor()
+
+
+def test_dropout_after_an_instance_norm_is_that_of_one_process(tmp_path: Path):
+    """PyG's norm without a batch gives columns that lie together, in whose order dropout draws."""
+    graph = make_graph()
+    pyg_sar.write_partitions(graph, 2, tmp_path / "parts", "random")
+    for found in parts(dropped_worker, 2, tmp_path / "parts"):
+        assert error(found, dropped(graph, lambda module: module)) <= 1e-10
 
 
 def test_distances_of_groups(tmp_path: Path):

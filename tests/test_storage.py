@@ -328,6 +328,7 @@ def crooked(layout: torch.layout, last: int = 2) -> torch.Tensor:
     [
         ({"x": torch.zeros(3, 2)}, "'x' to have one row per node, 4 rows.*shape \\[3, 2\\]"),
         ({"edge_weight": torch.zeros(4)}, "'edge_weight' to have one row per edge, 6 rows"),
+        ({"edge_index": None, "edge_attr": torch.ones(6, 1)}, "of 6 edges .* no 'edge_index'"),
         ({"edge_index": torch.zeros(2, 6)}, "'edge_index' to hold integers.*float32.*long"),
         ({"edge_index": torch.zeros(3, 6).long()}, "shape \\[2, num_edges\\] \\(got \\[3, 6\\]"),
         ({"edge_index": torch.tensor([[0], [4]])}, "ids 0 to 3 \\(got 0 to 4\\)"),

@@ -166,7 +166,9 @@ def called_from(label: Label) -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    return f"{spoken(label)} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    # torch.fx numbers what it generates, in each part of a process anew: '<eval_with_key>.7'.
+    file = os.path.basename(frame.f_code.co_filename).partition(">.")[0]
+    return f"{spoken(label)} at {file}:{frame.f_lineno}"
 
 
 def _is_library(module: str) -> bool:

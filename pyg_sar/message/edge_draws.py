@@ -104,6 +104,9 @@ class EdgeDraws:
         strength: ``'same'`` or ``'keyed'``.
         title: The layer and its name, for messages.
         silent: The message is known to draw nothing: its edges' numbers are not looked for.
+
+    Attributes:
+        drew_nothing: Once settled: there were edges, and no worker drew.
     """
 
     def __init__(
@@ -122,11 +125,7 @@ class EdgeDraws:
         self._start = self._mark = generator_mark(self._device)
         self._drawn: list[_Drawn] = []
         self._settled = False
-
-    @property
-    def drew(self) -> bool:
-        """True where something was drawn; once settled, where any worker drew."""
-        return len(self._drawn) > 0
+        self.drew_nothing = False
 
     def check_start(self, mark: int) -> None:
         """Raises where an edge update that was put off would have drawn before other draws.
@@ -134,7 +133,7 @@ class EdgeDraws:
         Args:
             mark: The generators' :func:`generator_mark` when the edge update was called.
         """
-        if self.drew and mark != self._start:
+        if self._drawn and mark != self._start:
             raise out_of_order(self._title, self._draws.strength)
 
     # Drawing #################################################################
@@ -255,10 +254,10 @@ class EdgeDraws:
             DistributedIndexError: When the workers' generators, or their draws, were not alike.
         """
         self._settled, comm, count = True, self._comm, len(self._drawn)
-        said = torch.tensor(
-            [count, -count, self._start, -self._start], device=self._device, dtype=torch.long
-        )
-        most, least, mark, other = comm.all_reduce(said, "max", label=_AGREE).tolist()
+        facts = [count, -count, self._start, -self._start, self._count]
+        said = torch.tensor(facts, device=self._device, dtype=torch.long)
+        most, least, mark, other, edges = comm.all_reduce(said, "max", label=_AGREE).tolist()
+        self.drew_nothing = most == 0 and edges > 0
         if most == 0:
             return
         if mark != -other:

@@ -60,6 +60,7 @@ from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
+_EDGE_METHODS = "message", "edge_update"
 _OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges"})
 _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
 
@@ -100,10 +101,16 @@ class _Call:
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
-        own = [t.rows for t in self.edge_tensors]
+        own = self.edge_rows = [t.rows for t in self.edge_tensors]
         by_type = [v for v in (*args, *kwargs.values()) if isinstance(v, dict)]
         types = [t.rows for d in by_type for t in d.values() if isinstance(t, NodeTensor)]
         self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
+        pairs = dict.fromkeys((e.sources, e.targets) for e in self.edges)
+        self.pair = next(iter(pairs)) if len(pairs) == 1 else None  # of a relation
+        self.types: dict[str, Rows] = {}
+        for key, edges in ((k, getattr(t, "edges", None)) for d in by_type for k, t in d.items()):
+            if isinstance(key, tuple) and len(key) == 3 and edges is not None:
+                self.types |= {key[0]: edges.sources, key[2]: edges.targets}
         if any(r.compared is not None and module not in r.compared for r in self.known):
             raise DistributedIndexError(
                 f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
@@ -129,17 +136,21 @@ class _Call:
                 )
         return axis
 
-    def local(self, value: Any, gathered: bool = False) -> Any:
+    def local(self, value: Any, like: Rows | None = None, gathered: bool = False) -> Any:
         """Returns a tensor as what this worker's computation takes.
 
         Args:
             value: The tensor.
+            like: The layout of the nodes that it is of, where its place tells: another type's may
+                have as many.
             gathered: It is all rows of a tensor that has none of the edges or their nodes.
         """
         if isinstance(value, NodeTensor):
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
+            if like is not None and like.total == rows.total and rows not in self.edge_rows:
+                rows = like
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
                 return self.local(value.full_tensor(), gathered=True)
@@ -160,6 +171,7 @@ class _Call:
             if value.size(axis) not in [r.total for r in self.known]:
                 axis = 0
             fits = [r for r in self.known if r.total == value.size(axis)]
+            fits = [like] if like is not None and like in fits else fits
             if len(fits) > 1:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
@@ -181,21 +193,34 @@ class _Call:
             self.shared.append(value)
         return value
 
-    def number(self, value: Any) -> Any:
+    def number(self, value: Any, like: Rows | None = None) -> Any:
         """Returns a number of nodes of the whole graph as this worker's."""
         if isinstance(value, bool) or not isinstance(value, int):
             return value
-        fits = {r.count for r in self.known if r.total == value}
+        fits = {r.count for r in ([like] if like else self.known) if r.total == value}
         return fits.pop() if len(fits) == 1 else value
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments of this worker's computation."""
         local = cache(self.local)  # One tensor in two roles stays one, and travels once.
-        args, kwargs = mapped(local, args), mapped(local, kwargs)
+        ends = self.pair or (None, None)
+
+        def placed(value: Any, name: str = "") -> Any:
+            """Takes a dict's tensors for rows of its types, a pair's for those of its ends."""
+            at = lambda v, rows: mapped(partial(local, like=rows), v)  # noqa: E731
+            if isinstance(value, dict):
+                return {k: at(v, self.types.get(k)) for k, v in value.items()}
+            if type(value) in (tuple, list) and len(value) == 2:
+                return type(value)(map(at, value, ends))
+            if isinstance(value, NodeTensor) and self._fits_both(value):
+                return self._of_either_end(value, name, local)
+            return mapped(local, value)
+
+        args, kwargs = tuple(map(placed, args)), {k: placed(v, k) for k, v in kwargs.items()}
         for name in ("size", "num_nodes", "dim_size"):
             value = kwargs.get(name)
             if isinstance(value, tuple | list):
-                kwargs[name] = tuple(map(self.number, value))
+                kwargs[name] = tuple(map(self.number, value, ends))
             elif value is not None and name != "size":
                 kwargs[name] = self.number(value)
         if isinstance(self.module, RGCNConv) and self.edges:
@@ -204,6 +229,28 @@ class _Call:
             elif args and args[0] is None:
                 args = (self.edges[0].sources.ids, *args[1:])
         return args, kwargs
+
+    def _fits_both(self, value: NodeTensor) -> bool:
+        """Says if a tensor has as many rows as both ends of a relation, which differ."""
+        if self.pair is None or value.edges is not None or value.rows in self.edge_rows:
+            return False
+        sources, targets = self.pair
+        fits = sources.total == targets.total == value.rows.total
+        return fits and self.comm.world_size > 1 and not sources.same(targets)
+
+    def _of_either_end(self, value: NodeTensor, name: str, local: Any) -> Any:
+        """Returns the rows that an argument of ``propagate`` is read by, or both."""
+        own: Any = self.module
+        if not name or not isinstance(own, GlobalPropagation):
+            raise DistributedIndexError(
+                f"{type(own).__name__} got one tensor of shape {list(value.shape)} for edges "
+                f"between two types of {value.rows.total} nodes (rank {self.comm.rank}): pass a "
+                "pair, (x_src, x_dst)"
+            )
+        asked = own.inspector.get_flat_param_names([*_EDGE_METHODS, "aggregate", "update"])
+        ends = zip("ij" if own.flow == "target_to_source" else "ji", self.pair or (), strict=True)
+        read = [local(value, like=rows) for end, rows in ends if f"{name}_{end}" in asked]
+        return local(value) if not read else read[0] if len(read) == 1 else tuple(read)
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
@@ -299,13 +346,14 @@ class _Call:
             given = [d for d in (*args, *kwargs.values()) if isinstance(d, dict)]
             found = {}
             for name, value in out.items():
-                like = next((d[name] for d in given if isinstance(d.get(name), NodeTensor)), None)
-                if value is not None and like is None:
+                like = (d[name].rows for d in given if isinstance(d.get(name), NodeTensor))
+                rows = self.types.get(name) or next(like, None)
+                if value is not None and rows is None:
                     raise DistributedIndexError(
                         f"{type(self.module).__name__} gave rows of '{name}', of which it got none "
                         f"(rank {self.comm.rank})"
                     )
-                found[name] = value if like is None else self.out(value, like.rows)
+                found[name] = value if rows is None else self.out(value, rows)
             return found
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):
             return self._with_attention(out[0], *out[1])

@@ -347,7 +347,7 @@ def drawing(
     draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in silent)
     yield draws
     draws.settle()
-    if not draws.drew:
+    if draws.drew_nothing:
         silent.add(key)
     for value in kwargs.values():
         if isinstance(value, DeferredEdge) and value.mark is not None:

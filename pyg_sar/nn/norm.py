@@ -196,7 +196,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
         if not reduces:  # as well where a message runs again, with or without rows
             scale = scaled((self.running_var.double() + self.eps).rsqrt(), self.weight)
             shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
-            return standardise(x, shift, scale, self.bias, None, dtype)
+            return _transposed(standardise(x, shift, scale, self.bias, None, dtype), batch)
         found = graph_moments("InstanceNorm", x, batch, batch_size)
         if batch is None:
             check_several(found)
@@ -204,7 +204,12 @@ class DistInstanceNorm(gnn.InstanceNorm):
         unbiased = found.variance * whole / (whole - 1).clamp(min=1)
         track_instances(self, found.mean.mean(0), unbiased.mean(0))
         scale = scaled((found.variance + self.eps).rsqrt(), self.weight)
-        return standardise(x, found.mean, scale, self.bias, batch, dtype)
+        return _transposed(standardise(x, found.mean, scale, self.bias, batch, dtype), batch)
+
+
+def _transposed(rows: Tensor, batch: Tensor | None) -> Tensor:
+    """Lays rows out as PyG's norm does without a batch: dropout draws in the order of memory."""
+    return rows if batch is not None else rows.t().contiguous().t()
 
 
 def check_several(found: Moments) -> None:

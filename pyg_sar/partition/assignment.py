@@ -492,6 +492,11 @@ def edges_of(data: Any, whole: bool = True) -> Tensor:
                 "'data' holds its edges in another form ('adj_t' or 'adj'); partition it before "
                 "ToSparseTensor, or set data.edge_index by torch_geometric.utils.to_edge_index"
             )
+        if data.num_edges:
+            raise ValueError(
+                f"'data' holds attributes of {counted(data.num_edges, 'edges')} ('edge_attr', say) "
+                "and no 'edge_index': set data.edge_index, or delete them"
+            )
         return torch.empty(2, 0, dtype=torch.long)
     if hasattr(edge_index, "as_tensor"):
         edge_index = edge_index.as_tensor()  # PyG's EdgeIndex.

@@ -99,8 +99,8 @@ def infer(
 
     Returns:
         The rows of all nodes ``[num_nodes, *]`` of a whole graph; with ``out`` they are mapped
-        from the file. On a partition a tensor of the whole graph. With ``out``, half precision that
-        NumPy does not have (bfloat16) becomes float32.
+        from the file. On a partition a tensor of the whole graph. With ``out``, ``memory`` or
+        ``parts``, half precision that NumPy does not have (bfloat16) becomes float32.
 
     Raises:
         ValueError: When an argument is out of range or does not fit the others; when the result
@@ -180,8 +180,7 @@ def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> T
     if isinstance(data, HeteroData):
         typed: Tensor = model(data.x_dict, data.edge_index_dict)[node_type]
         return typed
-    edges = data.edge_index if data.edge_index is not None else data.adj_t
-    out: Tensor = model(data.x, edges)
+    out: Tensor = model(data.x, data.get("edge_index", data.get("adj_t")))
     return out
 
 

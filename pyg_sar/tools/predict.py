@@ -20,7 +20,7 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, imported_model
-from pyg_sar.tools.run import UsageError, _features, call_of
+from pyg_sar.tools.run import UsageError, call_of, use_features
 from pyg_sar.tools.tables import TABLES, arrow, names_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from pyg_sar.train.targets import find_targets
@@ -167,7 +167,7 @@ def predict_worker(config: PredictConfig) -> list[int]:
             f"{config.parts!r} holds a heterogeneous graph: write a script that calls "
             "pyg_sar.infer(model, data, out=..., node_type=...)"
         )
-    data.x = _features(data)
+    use_features(data, own=config.model is not None)
     found = inspect_checkpoint(config.checkpoint)
     forward: Any = call_default
     try:

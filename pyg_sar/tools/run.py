@@ -245,7 +245,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
             "take: write a training script as examples/hetero.py does"
         )
-    data.x = _features(data)
+    use_features(data, own=config.model.own)
     seed = config.train.seed
     if seed is not None:
         torch.manual_seed(seed)
@@ -294,15 +294,25 @@ def _checkpoint_to_resume(config: RunConfig) -> str | None:
     return config.resume if config.overwrite else ""
 
 
-def _features(data: Data) -> Tensor:
-    x = data.get("x")
+def use_features(data: Data, *, own: bool) -> None:
+    """Gives ``data.x`` the floats that the model has: float32, but for a model of one's ``own``.
+
+    So ``data.edge_weight``, which a GCN takes.
+
+    Raises:
+        UsageError: When there are no features.
+    """
+    x, weight = data.get("x"), data.get("edge_weight")
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.size(1):
         found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise UsageError(
             "The graph has no node features: data.x must have shape [num_nodes, F], F >= 1 (got "
             f"{found})"
         )
-    return x if x.is_floating_point() else x.float()
+    if not own or not x.is_floating_point():
+        data.x = x.float()
+    if not own and isinstance(weight, Tensor):
+        data.edge_weight = weight.float()
 
 
 def _outputs(config: RunConfig, data: Data) -> int:

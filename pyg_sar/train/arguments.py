@@ -83,6 +83,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             "'optimizer' holds no parameter of 'model', which would not be trained: make it for "
             "model.parameters()"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer=LBFGS asks for a closure, which the Trainer does not give: write the loop "
+            "yourself, optimizer.step(closure)"
+        )
 
 
 # Schedulers ###################################################################
