@@ -107,6 +107,7 @@ class _Call:
         self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         pairs = dict.fromkeys((e.sources, e.targets) for e in self.edges)
         self.pair = next(iter(pairs)) if len(pairs) == 1 else None  # of a relation
+        self.one_type = len(set(ends)) == 1 and not by_type
         self.types: dict[str, Rows] = {}
         for key, edges in ((k, getattr(t, "edges", None)) for d in by_type for k, t in d.items()):
             if isinstance(key, tuple) and len(key) == 3 and edges is not None:
@@ -216,7 +217,10 @@ class _Call:
                 return self._of_either_end(value, name, local)
             return mapped(local, value)
 
-        args, kwargs = tuple(map(placed, args)), {k: placed(v, k) for k, v in kwargs.items()}
+        if self.one_type:
+            args, kwargs = mapped(local, args), mapped(local, kwargs)
+        else:
+            args, kwargs = tuple(map(placed, args)), {k: placed(v, k) for k, v in kwargs.items()}
         for name in ("size", "num_nodes", "dim_size"):
             value = kwargs.get(name)
             if isinstance(value, tuple | list):

@@ -33,7 +33,7 @@ from pyg_sar.wording import counted
 SERIES_FILES = r"series-\d+-\d+-of-\d+\.bin"
 SNAPSHOT = "snapshot"  # what an item says of itself: no series has this name
 _PIECE = 2**26  # bytes that are read of an array at once
-_CRC = np.dtype("<u4")
+_CRC, _CRC_BYTES = "<u4", 4
 _AGAIN = "copy it again or partition the graph anew"
 
 
@@ -192,7 +192,7 @@ class Series(Dataset[Snapshot]):
         found = path.stat().st_size if path.is_file() else None
         if found == size:
             with path.open("rb") as file:
-                file.seek(size - info.shape[0] * _CRC.itemsize)
+                file.seek(size - info.shape[0] * _CRC_BYTES)
                 end = file.read()
         if hashlib.sha256(end).hexdigest() != info.sha256[part]:
             raise PartitionError(
