@@ -263,8 +263,11 @@ def test_the_same_to_the_bit_under_autocast(root: Path):
 def test_each_part_draws_its_own_random_numbers():
     def draws(meet: Callable[[], Any]) -> list[Any]:
         found = []
-        for _ in range(3):
-            found += [float(torch.rand(())), float(np.random.rand()), random.random()]
+        for step in range(7):
+            found += [float(torch.rand(())), random.random()]
+            # Every second normal number is kept beside the generator until it is asked for.
+            found += np.random.randn((0, 1, 1, 0, 2, 1, 1)[step]).tolist()
+            found += np.random.rand(step % 2).tolist()
             meet()
         return found
 

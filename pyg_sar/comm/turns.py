@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +19,47 @@ POLL = 0.02  # Seconds between two looks at what other processes may have done.
 STEP = 0.5  # The same where only threads of this process can change anything.
 
 
+_WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
+
+
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
     The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
-    PyTorch's default dtype.
+    PyTorch's default dtype. NumPy's takes longest to read and to write: both are left out where
+    its words are known, and no normal number waits beside them.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
+        before: The state from which the process has come to this one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, before: ProcessState | None = None) -> None:
         self.device = device
         self.torch = random_states(device)
-        self.numpy = np.random.get_state()
+        self.numpy: Any = None
+        self.words = b""
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if type(bits) is np.random.MT19937:
+            self.words = ctypes.string_at(bits.ctypes.state_address, _WORDS)
+            if before is not None and before.words == self.words:
+                self.numpy = before.numpy
+        if self.numpy is None:
+            self.numpy = np.random.get_state()
+            if self.words and self.numpy[3]:  # Whether it was taken, the words don't tell.
+                self.words = b""
         self.python = random.getstate()
         self.dtype = torch.get_default_dtype()
 
-    def restore(self) -> None:
-        """Makes the generators go on from here, and tensors have this dtype."""
+    def restore(self, held: ProcessState) -> None:
+        """Makes the generators go on from here, and tensors have this dtype.
+
+        Args:
+            held: The state that the process is in.
+        """
         set_random_states(self.torch, self.device)
-        np.random.set_state(self.numpy)
+        if not self.words or self.words != held.words:
+            np.random.set_state(self.numpy)
         random.setstate(self.python)
         torch.set_default_dtype(self.dtype)
 
@@ -84,8 +105,8 @@ class Turns:
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._device = device or torch.device("cpu")
-        start = ProcessState(self._device)
-        self._states = dict.fromkeys(self._parts, start)
+        self._held = ProcessState(self._device)  # What the process is in.
+        self._states = dict.fromkeys(self._parts, self._held)
         self.record: Mapping[str, Any] | None = None
         """The failure that ends all parts, if one does."""
         self.count = 0
@@ -145,7 +166,7 @@ class Turns:
 
     def _release(self, part: int) -> None:
         self._end(part)
-        self._states[part] = ProcessState(self._device)
+        self._states[part] = self._held = ProcessState(self._device, self._states[part])
         self._current, self._last = None, self._parts[-1] if self._anew else part
         self._anew = False
 
@@ -163,7 +184,7 @@ class Turns:
             self._waiting.pop(part, None)
         if self.record is not None:
             raise to_error(self.record, part)
-        self._states[part].restore()
+        self._states[part].restore(self._held)
         self.count += 1
         self._begin(part)
 
