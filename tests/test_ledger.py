@@ -541,6 +541,30 @@ def test_layers_that_normalise_alike_share_it(root: Path):
     assert workers(worker, WORLD) == [(2, 2, 0)] * WORLD
 
 
+def test_layers_that_normalise_in_another_way_share_nothing(root: Path):
+    """EGConv, whose aggregators say whether it weights edges."""
+
+    def worker() -> tuple[list[Tensor], list[Any]]:
+        data, outs, states = pyg_sar.load_partition(root), [], []
+        for layer in eg_layers():
+            layer = pyg_sar.distribute(layer)
+            outs.append(layer(data.x, data.edge_index).full_tensor())
+            states.append(layer.state_dict())
+        return outs, states
+
+    def eg_layers() -> list[gnn.EGConv]:
+        torch.manual_seed(0)
+        kinds = (["mean"], ["symnorm"], ["symnorm", "mean"], ["mean"])
+        return [gnn.EGConv(CHANNELS, 8, kind).double() for kind in kinds]
+
+    whole = make_graph(50, 260)
+    for outs, states in workers(worker, WORLD):
+        for layer, out, state in zip(eg_layers(), outs, states, strict=True):
+            layer.load_state_dict(state)
+            expected = layer(whole.x, whole.edge_index)
+            assert torch.allclose(out, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_changed_weights_are_normalised_again(root: Path):
     """What is kept hangs on the very weights: in-place changes and other tensors are noticed."""
 

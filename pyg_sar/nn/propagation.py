@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import (
+    APPNP,
+    DNAConv,
+    EGConv,
+    FAConv,
+    GCN2Conv,
+    GCNConv,
+    MessagePassing,
+)
 
 from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.engine.chunks import by_target
@@ -314,6 +322,10 @@ def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[No
             layer.__dict__[name] = value.index_select(0, columns.argsort())
 
 
+# What these make of edges depends on texts and switches among the layer's attributes alone.
+_NORMALISE = frozenset(kind.forward for kind in (APPNP, DNAConv, EGConv, FAConv, GCN2Conv, GCNConv))
+
+
 @contextmanager
 def kept_normalisation(
     layer: Any, edge_index: DistEdgeIndex, arguments: Callable[[], Mapping[str, Any]]
@@ -335,19 +347,17 @@ def kept_normalisation(
         yield
         return
     version = None if weight is None else version_of(weight)
-    # Layers of PyG that normalise alike share what they make: L layers don't hold it L times. Else
-    # not id(layer), which a later layer may get: on some workers only, and with other options.
-    forward = type(layer).forward
-    shared = forward.__module__.startswith("torch_geometric.")
-    options = tuple(
-        (name, value)
-        for name, value in vars(layer).items()
-        if isinstance(value, bool | str)
-        and name not in ("training", "ledger_name")
-        and name[0] != "_"
-    )
-    whose = (forward, layer.policy) if shared else facts_of(layer).identity
-    key = ("normalised", whose, options, x.dtype, id(weight), version)
+    # Layers that normalise alike share what they make: L layers don't hold it L times. Else not
+    # id(layer), which a later layer may get: on some workers only, and with other options.
+    forward, options = type(layer).forward, [("node_dim", layer.node_dim)]
+    for name, value in vars(layer).items():
+        if name[0] != "_" and name not in ("training", "ledger_name"):
+            if isinstance(value, bool | str):
+                options.append((name, value))
+            elif isinstance(value, list | tuple):  # EGConv's aggregators
+                options.append((name, tuple(v for v in value if isinstance(v, str))))
+    whose = (forward, layer.policy) if forward in _NORMALISE else facts_of(layer).identity
+    key = ("normalised", whose, tuple(options), x.dtype, id(weight), version)
     found = edge_index.recall_together(key)
     layer._cached_edge_index = None if found is None else found[0]
     layer.cached = True
