@@ -641,6 +641,7 @@ def test_a_store_that_dies_as_the_program_ends(light, tmp_path):
             )
             asked.set("key", "value")
             os.kill(host, signal.SIGSTOP)
+            os.waitpid(host, os.WUNTRACED)  # Until all of its threads have stopped.
             try:
                 asked.get("key")
             except TimeoutError:
