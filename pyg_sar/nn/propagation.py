@@ -248,7 +248,8 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[int]:
     """Lets a message of all edges at once get the whole graph's sizes, and go without edges.
 
-    Gives how many edges stand in.
+    Yields:
+        How many edges stand in.
     """
     padding = stand_ins(edge_index)
     with ExitStack() as stack:

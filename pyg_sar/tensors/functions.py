@@ -29,7 +29,7 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
 
 @rule("_has_compatible_shallow_copy_type")
 def _may_be_data(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether ``x.data = values`` is possible, which torch asks where ``x`` is plain as well.
+    """Returns whether ``x.data = values`` is possible: torch asks where ``x`` is plain as well.
 
     Raises:
         DistributedIndexError: When ``x`` alone is plain: it would be left without memory.
@@ -70,7 +70,7 @@ def _share(target: NodeTensor, values: NodeTensor) -> None:
 @method(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.__dlpack__)
 @method(Tensor.share_memory_, Tensor.storage, Tensor._typed_storage)
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """What goes through memory without operators."""
+    """Refuses calls that go through memory without operators."""
     raise refusal(func, "reads memory, where a worker holds its rows: x.to_local()", *args)
 
 
@@ -82,7 +82,7 @@ def _storage(func: Any, args: Any, kwargs: Any) -> Any:
 
 @method(Tensor.data_ptr)
 def _address(func: Any, args: Any, kwargs: Any) -> Any:
-    """Where this worker's rows are: PyG's ``EdgeIndex`` tells by it what was written in place."""
+    """Returns this worker's address: PyG's ``EdgeIndex`` tells by it what was written in place."""
     local = args[0].local
     return local.data_ptr() or local.untyped_storage()._cdata  # Without rows there is no address.
 
