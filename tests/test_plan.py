@@ -166,12 +166,16 @@ def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
         found = samples.stored(samples.hosted()[0], 0, 1, limit, str(tmp_path))
     assert found.refused == "" and len(found.sizes) == 2 and not list(tmp_path.iterdir())
     # What is written ahead of need differs from run to run: by a fifth in ten runs. Of reads one
-    # region in seventeen, where other processes take the processor: then they are counted again.
-    tries = [counted.read]
-    while found.moved(0).read != pytest.approx(tries[-1], rel=0.15) and len(tries) < 4:
-        tries.append(count().read)
-    assert found.moved(0).read == pytest.approx(tries[-1], rel=0.15), tries
-    assert found.moved(0).written == pytest.approx(counted.written, rel=0.35)
+    # region in seventeen. Where other processes take the processor, more: then it is counted again.
+    tries = [counted]
+
+    def near(name: str, rel: float) -> bool:
+        expected = getattr(found.moved(0), name)
+        return any(expected == pytest.approx(getattr(one, name), rel=rel) for one in tries)
+
+    while not (near("read", 0.15) and near("written", 0.35)) and len(tries) < 8:
+        tries.append(count())
+    assert near("read", 0.15) and near("written", 0.35), (found.moved(0), tries)
 
 
 def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch):
