@@ -43,8 +43,12 @@ PIECE = 2_000_000  # edges, or values, drawn at a time
 ALONE = "METIS alone, with its adjacency"
 
 
-def make(folder: Path, nodes: int, edges: int, features: int) -> None:
-    """Writes the arrays of a graph folder; node i of the model has id (a i) mod nodes."""
+def make(folder: Path, nodes: int, edges: int, features: int, both: bool = False) -> None:
+    """Writes the arrays of a graph folder; node i of the model has id (a i) mod nodes.
+
+    Args:
+        both: Whether the second half of the edges is the first half in the other direction.
+    """
     draw, step = np.random.default_rng(0), 7_368_787  # a prime
     folder.mkdir()
     ends = np.maximum(1 - draw.random(nodes), 1 / nodes) ** (-1 / (EXPONENT - 1))
@@ -58,14 +62,18 @@ def make(folder: Path, nodes: int, edges: int, features: int) -> None:
         return np.clip(np.searchsorted(weight, wanted, side="right") - 1, low, high - 1)
 
     edge_index = rows("edge_index", (2, edges), np.int64)
-    for first in tqdm(range(0, edges, PIECE), desc="edges"):
-        count = min(PIECE, edges - first)
+    drawn_edges = edges // 2 if both else edges
+    for first in tqdm(range(0, drawn_edges, PIECE), desc="edges"):
+        count = min(PIECE, drawn_edges - first)
         everywhere = np.zeros(count, np.int64)
         source = drawn(everywhere, everywhere + nodes)
         near = draw.random(count) < NEAR
         low = np.where(near, source // GROUP * GROUP, 0)
         target = drawn(low, np.where(near, np.minimum(low + GROUP, nodes), nodes))
-        edge_index[:, first : first + count] = np.stack([source, target]) * step % nodes
+        ids = np.stack([source, target]) * step % nodes
+        edge_index[:, first : first + count] = ids
+        if both:
+            edge_index[:, drawn_edges + first : drawn_edges + first + count] = ids[::-1]
     x = rows("x", (nodes, features), np.float32)
     y, mask = rows("y", (nodes,), np.int64), rows("train_mask", (nodes,), np.bool_)
     for first in range(0, nodes, PIECE // features):
@@ -142,16 +150,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=2_000_000)
     parser.add_argument("--edges", type=int, default=20_000_000)
+    parser.add_argument("--both", action="store_true", help="each edge in both directions")
     parser.add_argument("--features", type=int, default=16)
     parser.add_argument("--parts", type=int, default=64)
     parser.add_argument("--memory", default="3GiB", help="of pyg-sar partition")
     parser.add_argument("--limit", default="4GB", help="of the cgroup")
     parser.add_argument("--in-memory", nargs="+", metavar="METHOD", help="compare, without a limit")
     parser.add_argument("--folder", help="where the files go for the time")
+    parser.add_argument("--keep", metavar="DIR", help="make DIR/graph and DIR/parts, which stay")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    if args.both and args.edges % 2:
+        parser.error(f"--both needs an even number of --edges, which is {args.edges:,}")
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = args.keep or temporary
+        Path(folder).mkdir(exist_ok=True)
         graph = Path(folder) / "graph"
-        make(graph, args.nodes, args.edges, args.features)
+        make(graph, args.nodes, args.edges, args.features, args.both)
         if args.in_memory:
             for method in (ALONE, *args.in_memory):
                 given = graph, Path(folder) / method, args.parts, method

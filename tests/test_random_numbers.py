@@ -90,6 +90,32 @@ def _same_as_one_process(fill, plain, shape, dtype, parts=3):
         assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.skipif(not ops.built, reason="the C++ kernels are not built")
+def test_rows_of_bernoulli_without_those_of_others(monkeypatch):
+    """From any place in the generator's block of 624 words; half a value is in the next block."""
+    if not draws._is_mersenne_twister(torch.float64):
+        pytest.skip("this processor's bernoulli_ is a library's")
+    monkeypatch.setattr(draws, "drawn_rows", None)  # not called
+    for before in (0, 1, 311, 623):
+        for shape in ([0, 3], [1, 1], [700, 1], [90, 7], [3, 1000], [5, 4, 3]):
+            for p in (0.0, 2.0**-60, 0.5, 0.7, 1.0):
+                torch.manual_seed(before)
+                torch.rand(before)  # takes a word each
+                start = torch.get_rng_state()
+                expected = torch.empty(shape, dtype=torch.bfloat16).bernoulli_(p)
+                after = torch.get_rng_state()
+                for ids in (torch.arange(shape[0]), torch.randint(max(shape[0], 1), (shape[0],))):
+                    torch.set_rng_state(start)
+                    found = draws.bernoulli_rows(p, shape[1:], ids, shape[0], torch.bfloat16)
+                    assert torch.equal(found, expected[ids])
+                    assert torch.equal(torch.get_rng_state(), after)
+    given = start, torch.tensor([1, 4]), 9, 3, 0.5
+    torch.library.opcheck(torch.ops.pyg_sar.bernoulli_rows.default, given)
+    for wrong in ([4, 1], [9], [-1]):
+        with pytest.raises(RuntimeError, match="ascending 'ids' below 9"):
+            torch.ops.pyg_sar.bernoulli_rows(start, torch.tensor(wrong), 9, 3, 0.5)
+
+
 @pytest.mark.parametrize("name", FILLS)
 def test_same_is_what_one_process_draws(name):
     fill, plain = FILLS[name]

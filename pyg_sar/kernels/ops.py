@@ -435,6 +435,10 @@ def _philox_rows(ids: Tensor, width: int, low: int, high: int) -> Tensor:
     return ids.new_empty(ids.size(0), width)
 
 
+def _bernoulli_rows(state: Tensor, ids: Tensor, total: int, width: int, p: float) -> Any:
+    return ids.new_empty(ids.size(0), width, dtype=torch.bool), state.new_empty(state.shape)
+
+
 def _columns(x: Tensor) -> Tensor:
     return x.new_empty(2, x.size(1), dtype=torch.float64)
 
@@ -460,6 +464,7 @@ _SHAPES: dict[str, Any] = {
     "extremum_backward_": _extremum_backward,
     "attention": _attention,
     "philox_rows": _philox_rows,
+    "bernoulli_rows": _bernoulli_rows,
     "column_moments": _columns,
     "column_products": _column_products,
     "scale_rows": _scale_rows,

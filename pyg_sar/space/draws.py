@@ -5,8 +5,9 @@ of its own. :func:`draw` gives it these rows, in one of two strengths:
 
 * ``'same'``: the rows of the tensor that one process would draw from PyTorch's generator. Each
   worker draws all :math:`N` rows, in one process's order, and keeps its own. Its generator is left
-  as one process's would be. :math:`O(N)` work; memory for a piece of the rows where PyTorch's
-  generator gives the same numbers piece by piece, else for all of them.
+  as one process's would be. :math:`O(N)` work, for ``bernoulli_`` (dropout) a twentieth of it where
+  PyTorch's generator is the Mersenne twister of :func:`bernoulli_rows`; memory for a piece of the
+  rows where PyTorch's generator gives the same numbers piece by piece, else for all of them.
 * ``'keyed'``: a row is a function of its number and of a key (Philox4x32-10,
   :func:`philox_rows`). The key is drawn from PyTorch's generator, once for each call.
   :math:`O(n)` work and memory for :math:`n` own rows.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import pi, prod
 from typing import Literal
 from zlib import crc32
@@ -238,7 +239,11 @@ def draw(
                 f"{counted(size, 'bytes')} on each worker at once, more than {draws.limit}. Say "
                 "random='keyed', which needs the worker's own rows only"
             )
-        return drawn_rows(make, rest, ids, total, device)
+        kept = 1 - fill.one if fill.name == "dropout" else fill.one
+        if device.type != "cpu" or fill.name not in ("dropout", "bernoulli") or not 0 < kept < 1:
+            return drawn_rows(make, rest, ids, total, device)
+        drawn = bernoulli_rows(kept, rest, ids, total, dtype)
+        return drawn.div_(kept) if fill.name == "dropout" else drawn
 
 
 def keyed_numbers(ids: Tensor, key: int) -> Tensor:
@@ -308,6 +313,39 @@ def drawn_rows(
         low, high = torch.searchsorted(ordered, torch.tensor([first, end])).tolist()
         out[places[low:high]] = piece[ordered[low:high] - first]
     return out if out is not None else make([0, *rest])
+
+
+def bernoulli_rows(
+    p: float, rest: Sequence[int], ids: Tensor, total: int, dtype: torch.dtype
+) -> Tensor:
+    """Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``.
+
+    Arguments as of :func:`drawn_rows`. A kernel passes over what belongs to other rows, at a
+    twentieth of what drawing them takes, where PyTorch's generator is as the kernel takes it to be.
+    """
+    if not _is_mersenne_twister(dtype):
+        make = lambda shape: torch.empty(shape, dtype=dtype).bernoulli_(p)  # noqa: E731
+        return drawn_rows(make, rest, ids, total, torch.device("cpu"))
+    ordered, places = ids.sort()
+    found, state = torch.ops.pyg_sar.bernoulli_rows(
+        torch.get_rng_state(), ordered, total, prod(rest), p
+    )
+    torch.set_rng_state(state)
+    if not torch.equal(ordered, ids):
+        found = found.new_empty(found.shape).index_copy_(0, places, found)
+    return found.view(ids.numel(), *rest).to(dtype)
+
+
+@cache
+def _is_mersenne_twister(dtype: torch.dtype) -> bool:
+    """Tells whether the kernel draws what PyTorch draws: not by every library and processor."""
+    if not use_kernel(None, True):
+        return False
+    with torch.random.fork_rng([]):
+        state, ids = torch.get_rng_state(), torch.arange(1000)
+        drawn = torch.empty(1000, dtype=dtype).bernoulli_(0.3), torch.get_rng_state()
+    found, after = torch.ops.pyg_sar.bernoulli_rows(state, ids, 1000, 1, 0.3)
+    return torch.equal(found.view(-1).to(dtype), drawn[0]) and torch.equal(after, drawn[1])
 
 
 def _goes_in_pieces(

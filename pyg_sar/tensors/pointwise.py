@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.space.draws import drawn_rows, generator_mark, pieces
+from pyg_sar.space.draws import bernoulli_rows, drawn_rows, generator_mark, pieces
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     Rule,
@@ -186,7 +186,10 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         order = _order_in_memory(func, target)
         draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
-        target.local.copy_(_own_of(target, draw) if order is None else _own_as(target, draw, order))
+        plain = func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None
+        p = rest[0] if plain and rest else None
+        own = _own_of(target, draw, p) if order is None else _own_as(target, draw, order)
+        target.local.copy_(own)
     return target
 
 
@@ -225,10 +228,15 @@ def _own_as(source: NodeTensor, draw: Callable[[Tensor], Tensor], order: list[in
     return source.rows.cut(draw(like.permute(back)), source.axis)
 
 
-def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+def _own_of(
+    source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | None = None
+) -> Tensor:
     """Returns this worker's rows of what ``draw`` makes of a tensor like the whole one.
 
     It is drawn in one process's order, a piece at a time: see :mod:`pyg_sar.space.draws`.
+
+    Args:
+        p: Of ``bernoulli_(p)``, if ``draw`` is that.
     """
     before, rest = list(source.shape[: source.axis]), source.shape[source.axis + 1 :]
     repeats, total, ids = prod(before), source.rows.total, source.rows.ids
@@ -239,7 +247,10 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
     def make(shape: Sequence[int]) -> Tensor:
         return draw(torch.empty(shape, dtype=source.dtype, device=source.device))
 
-    drawn = drawn_rows(make, rest, ids, repeats * total, source.device)
+    if p is not None and 0 <= p <= 1 and source.device.type == "cpu":
+        drawn = bernoulli_rows(p, rest, ids, repeats * total, source.dtype)
+    else:
+        drawn = drawn_rows(make, rest, ids, repeats * total, source.device)
     return drawn.view(*before, source.rows.count, *rest)
 
 
@@ -303,7 +314,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     source, p = given["input"], given["p"]
     if not given["train"]:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
-    mask = _own_of(source, lambda like: like.bernoulli_(1 - p))
+    mask = _own_of(source, lambda like: like.bernoulli_(1 - p), 1 - p)
     scale = 0.0 if p == 1 else 1 / (1 - p)
     kept = wrap(mask.bool(), source.rows, source.axis)
     return wrap(source.local * mask * scale, source.rows, source.axis), kept
