@@ -20,6 +20,7 @@ from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws
 from pyg_sar.tensors import NodeTensor, Rows, node_rows, whole, wrap
+from pyg_sar.tensors import pointwise
 from pyg_sar.tensors import rows as rows_module
 
 N = 23
@@ -515,6 +516,8 @@ def _drawn(piece: int) -> list[Tensor]:
         patch.setattr(draws, "_PIECE", piece)
         drawn = _draws(x)
         learned = (x + 1).requires_grad_()
+        if draws._is_mersenne_twister(DOUBLE):  # Then other rows' numbers are not drawn.
+            patch.setattr(pointwise, "drawn_rows", None)
         (gradient,) = torch.autograd.grad(F.dropout(learned, 0.5).sum(), learned)
     return [whole(t, "test") for t in (*drawn, gradient)] + [torch.rand(3)]
 

@@ -187,7 +187,7 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
         order = _order_in_memory(func, target)
         draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
         plain = func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None
-        p = rest[0] if plain and rest else None
+        p = arguments(func, args, kwargs)["p"] if plain else None
         own = _own_of(target, draw, p) if order is None else _own_as(target, draw, order)
         target.local.copy_(own)
     return target
@@ -228,9 +228,7 @@ def _own_as(source: NodeTensor, draw: Callable[[Tensor], Tensor], order: list[in
     return source.rows.cut(draw(like.permute(back)), source.axis)
 
 
-def _own_of(
-    source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | None = None
-) -> Tensor:
+def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | None = None) -> Tensor:
     """Returns this worker's rows of what ``draw`` makes of a tensor like the whole one.
 
     It is drawn in one process's order, a piece at a time: see :mod:`pyg_sar.space.draws`.
