@@ -11,11 +11,12 @@ namespace pyg_sar::attention {
 template <class T>
 PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
   if (t.drop_words > 0) {
+    const int64_t last = t.num_edges - 1;
     for (int64_t e = 0; e < n; ++e) {
+      __builtin_prefetch(t.drop_key + t.number(std::min(first + e + kBlock, last)) * t.drop_words);
       const int32_t* words = t.drop_key + t.number(first + e) * t.drop_words;
-      for (int64_t h = 0; h < t.heads; ++h) {
-        const uint32_t word = static_cast<uint32_t>(words[h / 32]);
-        b.keep[e * t.heads + h] = (word >> (h % 32) & 1) != 0 ? t.kept : T(0);
+      for (int64_t h = 0; h < t.heads; ++h) {  // No branch on what is random.
+        b.keep[e * t.heads + h] = static_cast<T>(static_cast<uint32_t>(words[h / 32]) >> (h % 32) & 1) * t.kept;
       }
     }
     return;

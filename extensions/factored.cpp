@@ -5,7 +5,8 @@
 // two exponentials for each source row and two for each target, none for an edge. An edge's weights
 // are a load, a product and a maximum, in the loop that sums the values. m_i is
 // leaky(max_j k_j + q_i), which no score of the shard exceeds, and of which none falls far short:
-// keys are small, or this isn't done.
+// keys are small, or this isn't done. Dropout takes weights out of the sum of values alone; its factor comes
+// at the end.
 
 #undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
 
@@ -150,8 +151,12 @@ struct FactoredForward {
       const float* row = t.value.data + j * t.value.stride;
       const Lanes x = repeated<2 * kHeads>(pairs + j * 2 * kHeads) * by;
       const Lanes y = turned<kHeads>(x, kAllLanes);
-      const Lanes weight = x > y ? x : y;
+      Lanes weight = x > y ? x : y;
       total += weight;
+      if (t.drop_key != nullptr) {
+        constexpr uint32_t kAgain = 0xFFFF / ((1u << kHeads) - 1);
+        weight = _mm512_maskz_mov_ps(kept_heads<kHeads>(t, e) * kAgain, weight);
+      }
       for (int v = 0; v < kVectors; ++v) {
         sum[v] += repeated<kLanes>(row + place[v]) * picked(weight, head[v]);
       }
@@ -163,10 +168,11 @@ struct FactoredForward {
   PYG_SAR_INLINE_512 void finish(int64_t i, const Lanes* sum, const Lanes& total, const float* old,
                              const float* top) const {
     const Lanes before = repeated<kHeads>(old);
+    const float kept = t.drop_key == nullptr ? 1.0f : t.kept;
     float* out = acc + i * t.width();
     Lanes x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      x[v] = repeated<kLanes>(out + place[v]) * picked(before, head[v]) + sum[v];
+      x[v] = repeated<kLanes>(out + place[v]) * picked(before, head[v]) + sum[v] * kept;
     }
     for (int v = 0; v < kVectors; ++v) std::memcpy(out + place[v], &x[v], kLanes * sizeof(float));
     float totals[kFull];

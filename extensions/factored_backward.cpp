@@ -191,6 +191,7 @@ struct FactoredSources {
     __builtin_prefetch(factors);
     if constexpr (kOfTarget > kFull) __builtin_prefetch(factors + kFull);
     if (queries != nullptr) __builtin_prefetch(queries + i * kHeads, 1);
+    if (t.drop_key != nullptr) __builtin_prefetch(t.drop_key + t.number(std::min(e, t.num_edges - 1)));
   }
 
   PYG_SAR_INLINE_512 void add(Lanes* products, float* queries, int64_t u) const {
@@ -235,8 +236,15 @@ struct FactoredSources {
     Lanes inner = sums<kEdges * kProducts>(products);
     if constexpr (kIsHalf) inner = in_pairs(inner, kAllLanes);
     const Lanes x = part[0] * s.large, y = part[1] * s.small;
-    const Lanes weight = x > y ? x : y;
-    const Lanes up = weight * (inner - part[2]);
+    Lanes weight = x > y ? x : y;
+    Lanes up = weight * (inner - part[2]);
+    if (t.drop_key != nullptr) {
+      uint32_t bits = 0;
+      for (int i = 0; i < n; ++i) bits |= kept_heads<kHeads>(t, e + i) << (i * kPadded);
+      const Lanes factor = _mm512_maskz_mov_ps(bits, repeated<1>(&t.kept));
+      up = weight * (factor * inner - part[2]);
+      weight *= factor;
+    }
     Lanes down = part[3] + s.key > 0.0f ? up : t.slope * up;
     down = kLane < n * kPadded ? down : Lanes{};
     s.grad_key += down;

@@ -126,19 +126,24 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
             assert apart <= TOLERANCES[dtype], (dtype, heads, channels, features, p, name)
 
 
+def told_by_bits(hashed: Problem) -> Problem:
+    """The problem, where bits tell which heads are kept, and no hash."""
+    a = hashed.attention
+    assert a.drop_key is not None
+    kept = keep_factors(a.drop_key, a.value.size(1), a.seed, a.p) != 0
+    words = torch.zeros(kept.size(0), (kept.size(1) + 31) // 32, dtype=torch.long)
+    for head in range(kept.size(1)):
+        words[:, head // 32] |= kept[:, head].long() << (head % 32)
+    return replace(hashed, attention=replace(a, drop_key=words.int(), seed=5))
+
+
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("kind", ALL)
 def test_which_heads_are_kept_may_be_told_by_bits(kind: str, native: bool):
     """The same numbers to the bit as where a hash drops these weights."""
     for heads, shards in ((1, 1), (3, 2), (32, 1), (40, 2)):
         hashed = problem(kind, heads, 4, 2, 0.5, seed=heads)
-        a = hashed.attention
-        assert a.drop_key is not None
-        kept = keep_factors(a.drop_key, a.value.size(1), a.seed, a.p) != 0
-        words = torch.zeros(kept.size(0), (kept.size(1) + 31) // 32, dtype=torch.long)
-        for head in range(kept.size(1)):
-            words[:, head // 32] |= kept[:, head].long() << (head % 32)
-        told = replace(hashed, attention=replace(a, drop_key=words.int(), seed=5))
+        told = told_by_bits(hashed)
         found, expected = computed(told, native, shards), computed(hashed, native, shards)
         assert torch.equal(found[0], expected[0])
         for name, gradient in expected[1].items():
@@ -257,7 +262,8 @@ def test_no_edges_and_no_rows(native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("squeezed", [False, True])
-def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool):
+@pytest.mark.parametrize("p", [0.0, 0.6])
+def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool, p: float):
     """Rows of all widths that the kernels tell apart, tiny segments and a hub."""
     for heads, channels, slope, scale, shards in (
         (1, 8, 0.2, 1.0, 1),  # half a register
@@ -278,9 +284,9 @@ def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool):
         (4, 8, -0.5, 1.0, 2),
         (4, 8, 0.2, 9.0, 1),  # keys too large
     ):
-        given = problem(
-            "additive", heads, channels, dtype=torch.float32, edges=1500, sources=40, targets=400
-        )
+        sizes: Any = {"edges": 1500, "sources": 40, "targets": 400}
+        given = problem("additive", heads, channels, 0, p, torch.float32, **sizes)
+        given = told_by_bits(given) if p else given
         tensors = given.attention.tensors()
         changed = {n: tensors[n] * scale for n in ("key", "query")}
         given = replace(given, attention=replace(given.attention, slope=slope, **changed))

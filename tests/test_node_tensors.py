@@ -19,8 +19,7 @@ import pyg_sar
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws
-from pyg_sar.tensors import NodeTensor, Rows, node_rows, whole, wrap
-from pyg_sar.tensors import pointwise
+from pyg_sar.tensors import NodeTensor, Rows, node_rows, pointwise, whole, wrap
 from pyg_sar.tensors import rows as rows_module
 
 N = 23

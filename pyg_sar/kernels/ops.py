@@ -435,7 +435,9 @@ def _philox_rows(ids: Tensor, width: int, low: int, high: int) -> Tensor:
     return ids.new_empty(ids.size(0), width)
 
 
-def _bernoulli_rows(state: Tensor, ids: Tensor, total: int, width: int, p: float) -> Any:
+def _bernoulli_rows(
+    state: Tensor, ids: Tensor, order: Any, total: int, width: int, p: float
+) -> Any:
     return ids.new_empty(ids.size(0), width, dtype=torch.bool), state.new_empty(state.shape)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from zlib import crc32
 
@@ -30,7 +31,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
+from pyg_sar.space.draws import Draws, Fill, ascending, draw, generator_mark
 from pyg_sar.space.edge_ids import edge_ids, edge_places
 from pyg_sar.wording import counted
 
@@ -116,9 +117,13 @@ class EdgeDraws:
         self._draws, self._title, self._silent = Draws(strength), title, silent
         self._count = edge_index.size(1)
         self._numbers: tuple[Tensor, int] | None = None
+        self._order: Callable[[], Tensor] | None = None
         if not silent and strength == "same":
             places = edge_places(edge_index)
-            self._numbers = None if places is None else (places.places, places.total)
+            if places is not None:
+                self._numbers = places.places, places.total
+                make = partial(ascending, places.places)
+                self._order = partial(edge_index.remember, "edge order", make)
         elif not silent:
             ids = edge_ids(edge_index)
             self._numbers = None if ids is None else (ids.ids, ids.bound)
@@ -172,8 +177,8 @@ class EdgeDraws:
         drawn = _Drawn(fill, rest, dtype, draws)
         if draws.key is None:
             given: dict[str, Any] = {"dtype": dtype, "device": self._device, "draws": draws}
-            rows = draw(fill, rest, ids, total, **given)
-            drawn.rows = rows != 0 if fill.name == "dropout" and fill.one < 1 else rows
+            drops = fill.name == "dropout" and fill.one < 1
+            drawn.rows = draw(fill, rest, ids, total, order=self._order, mask=drops, **given)
         self._mark = generator_mark(self._device)
         return drawn
 
@@ -235,13 +240,15 @@ class EdgeDraws:
             ``[E, 1]``, int32: bit h is set where head h is kept.
         """
         bits = torch.zeros(self._count, 1, dtype=torch.int32, device=self._device)
-        weights = torch.tensor([1 << h for h in range(heads)], device=self._device)
         step = 2**16
-        self.rows(0, fills.dropout(p), [heads], dtype, slice(0, 0))
+        fill = fills.dropout(p)
+        self.rows(0, fill, [heads], dtype, slice(0, 0))
         for first in range(0, self._count, step):
             part = slice(first, min(first + step, self._count))
-            kept = self.rows(0, fills.dropout(p), [heads], dtype, part) != 0
-            bits[part, 0] = (kept * weights).sum(-1).to(torch.int32)
+            kept = self._drawn[0].rows
+            kept = self.rows(0, fill, [heads], dtype, part) if kept is None else kept[part]
+            for head, column in enumerate(kept.bool().unbind(-1)):
+                bits[part, 0] |= column.to(torch.int32) << head
         self._drawn[0].rows = None
         return bits
 

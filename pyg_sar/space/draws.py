@@ -5,7 +5,7 @@ of its own. :func:`draw` gives it these rows, in one of two strengths:
 
 * ``'same'``: the rows of the tensor that one process would draw from PyTorch's generator. Each
   worker draws all :math:`N` rows, in one process's order, and keeps its own. Its generator is left
-  as one process's would be. :math:`O(N)` work, for ``bernoulli_`` (dropout) a twentieth of it where
+  as one process's would be. :math:`O(N)` work, for ``bernoulli_`` (dropout) a thirtieth of it where
   PyTorch's generator is the Mersenne twister of :func:`bernoulli_rows`; memory for a piece of the
   rows where PyTorch's generator gives the same numbers piece by piece, else for all of them.
 * ``'keyed'``: a row is a function of its number and of a key (Philox4x32-10,
@@ -203,6 +203,8 @@ def draw(
     dtype: torch.dtype,
     device: torch.device,
     draws: Draws,
+    order: Callable[[], Tensor] | None = None,
+    mask: bool = False,
 ) -> Tensor:
     """Returns rows ``ids`` of a random tensor of shape ``[total, *rest]``.
 
@@ -214,6 +216,8 @@ def draw(
         dtype: Of the tensor: floating, or integers for :func:`integers`.
         device: Where it is drawn: one process's device.
         draws: In which strength.
+        order: Returns :func:`ascending` of the ids, where somebody keeps it.
+        mask: Return which are not 0 instead, as bool.
 
     Returns:
         ``[n, *rest]``.
@@ -230,20 +234,26 @@ def draw(
         device = torch.device(device)
         ids = ids.to(device).long()
         if draws.strength == "keyed":
-            return _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
-        size = total * prod(rest) * dtype.itemsize
+            found = _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
+            return found != 0 if mask else found
+        kept = 1 - fill.one if fill.name == "dropout" else fill.one
         make = partial(fill.whole, dtype=dtype, device=device)
+        of_bernoulli = fill.name in ("dropout", "bernoulli") and 0 < kept < 1
+        if device.type == "cpu" and of_bernoulli and _is_mersenne_twister(dtype):
+            found = bernoulli_rows(kept, rest, ids, total, dtype, order)
+            if mask:
+                return found
+            found = found.to(dtype)
+            return found.div_(kept) if fill.name == "dropout" else found
+        size = total * prod(rest) * dtype.itemsize
         if size > draws.limit and not _goes_in_pieces(make, rest, total, device):
             raise ValueError(
                 f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
                 f"{counted(size, 'bytes')} on each worker at once, more than {draws.limit}. Say "
                 "random='keyed', which needs the worker's own rows only"
             )
-        kept = 1 - fill.one if fill.name == "dropout" else fill.one
-        if device.type != "cpu" or fill.name not in ("dropout", "bernoulli") or not 0 < kept < 1:
-            return drawn_rows(make, rest, ids, total, device)
-        drawn = bernoulli_rows(kept, rest, ids, total, dtype)
-        return drawn.div_(kept) if fill.name == "dropout" else drawn
+        found = drawn_rows(make, rest, ids, total, device)
+        return found != 0 if mask else found
 
 
 def keyed_numbers(ids: Tensor, key: int) -> Tensor:
@@ -315,25 +325,34 @@ def drawn_rows(
     return out if out is not None else make([0, *rest])
 
 
-def bernoulli_rows(
-    p: float, rest: Sequence[int], ids: Tensor, total: int, dtype: torch.dtype
-) -> Tensor:
-    """Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``.
+def ascending(ids: Tensor) -> Tensor:
+    """Returns what puts ids in ascending order, ``[n]``, int32; fewer than 2**31."""
+    return ids.argsort().to(torch.int32)
 
-    Arguments as of :func:`drawn_rows`. A kernel passes over what belongs to other rows, at a
-    twentieth of what drawing them takes, where PyTorch's generator is as the kernel takes it to be.
+
+def bernoulli_rows(
+    p: float,
+    rest: Sequence[int],
+    ids: Tensor,
+    total: int,
+    dtype: torch.dtype,
+    order: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``, as bool.
+
+    Arguments as of :func:`drawn_rows` and :func:`draw`. A kernel passes over what belongs to other
+    rows, at a thirtieth of what drawing them takes, where PyTorch's generator is as the kernel
+    takes it to be.
     """
-    if not _is_mersenne_twister(dtype):
+    if not _is_mersenne_twister(dtype) or ids.numel() >= 2**31:
         make = lambda shape: torch.empty(shape, dtype=dtype).bernoulli_(p)  # noqa: E731
-        return drawn_rows(make, rest, ids, total, torch.device("cpu"))
-    ordered, places = ids.sort()
-    found, state = torch.ops.pyg_sar.bernoulli_rows(
-        torch.get_rng_state(), ordered, total, prod(rest), p
-    )
+        return drawn_rows(make, rest, ids, total, torch.device("cpu")) != 0
+    unordered = bool((ids[1:] < ids[:-1]).any())
+    known = (ascending(ids) if order is None else order()) if unordered else None
+    given = ids, known, total, prod(rest), p
+    found, state = torch.ops.pyg_sar.bernoulli_rows(torch.get_rng_state(), *given)
     torch.set_rng_state(state)
-    if not torch.equal(ordered, ids):
-        found = found.new_empty(found.shape).index_copy_(0, places, found)
-    return found.view(ids.numel(), *rest).to(dtype)
+    return found.view(ids.numel(), *rest)
 
 
 @cache
@@ -344,7 +363,7 @@ def _is_mersenne_twister(dtype: torch.dtype) -> bool:
     with torch.random.fork_rng([]):
         state, ids = torch.get_rng_state(), torch.arange(1000)
         drawn = torch.empty(1000, dtype=dtype).bernoulli_(0.3), torch.get_rng_state()
-    found, after = torch.ops.pyg_sar.bernoulli_rows(state, ids, 1000, 1, 0.3)
+    found, after = torch.ops.pyg_sar.bernoulli_rows(state, ids, None, 1000, 1, 0.3)
     return torch.equal(found.view(-1).to(dtype), drawn[0]) and torch.equal(after, drawn[1])
 
 

@@ -246,7 +246,7 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | Non
         return draw(torch.empty(shape, dtype=source.dtype, device=source.device))
 
     if p is not None and 0 <= p <= 1 and source.device.type == "cpu":
-        drawn = bernoulli_rows(p, rest, ids, repeats * total, source.dtype)
+        drawn = bernoulli_rows(p, rest, ids, repeats * total, source.dtype)  # bool
     else:
         drawn = drawn_rows(make, rest, ids, repeats * total, source.device)
     return drawn.view(*before, source.rows.count, *rest)
