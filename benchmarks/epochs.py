@@ -35,9 +35,9 @@ from tqdm import tqdm
 import pyg_sar
 
 WIDTHS = (100, 256, 256, 40)
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "SAGE": lambda: GraphSAGE(100, 256, 3, 40),
-    "GAT": lambda: GAT(100, 128, 3, 40, heads=4),
+MODELS: dict[str, Callable[[float], torch.nn.Module]] = {
+    "SAGE": lambda p: GraphSAGE(100, 256, 3, 40, dropout=p),
+    "GAT": lambda p: GAT(100, 128, 3, 40, heads=4, dropout=p),
 }
 
 
@@ -96,8 +96,8 @@ def sums(data: Data) -> Callable[[], None]:
     from pyg_sar.nn.one_process import OwnGraphs
     from pyg_sar.space.shard import shards_of
 
-    edges: Any = OwnGraphs().stand_in({"edge_index": data.edge_index, "x": data.x}, 0)
-    block = shards_of(edges[1]).blocks[0]
+    edges = OwnGraphs().find(data.edge_index, data.num_nodes, None)
+    block = shards_of(edges).blocks[0]
     from pyg_sar.engine.kernels.sums import add_gathered
 
     rows = {width: torch.randn(data.num_nodes, width) for width in (100, 256, 40)}
@@ -157,12 +157,14 @@ def resident() -> list[float]:
     return [int(status[name].split()[0]) / 1024 for name in KINDS]
 
 
-def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, list[float]]:
+def measure(
+    root: str, model: str, dropout: float, rounds: int
+) -> tuple[list[float], float, list[float]]:
     """Seconds of steps at this worker; MiB kept between them; what is resident at the peak."""
     start = resident()
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    step = step_of(pyg_sar.distribute(MODELS[model]()), data)
+    step = step_of(pyg_sar.distribute(MODELS[model](dropout)), data)
     step()
     comm, times = pyg_sar.comm.current(), []
     for _ in range(rounds):
@@ -185,7 +187,7 @@ def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, lis
     return times, kept[0] - start[0], [m - s for m, s in zip(most, start, strict=True)][1:]
 
 
-def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]:
+def workers(nodes: int, edges: int, counts: list[int], dropout: float, rounds: int) -> list[str]:
     """Steps of several workers beside those of one, in turns."""
     data, lines = graph(nodes, edges), []
     with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +199,7 @@ def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]
             sizes: dict[int, list[float]] = {}
             for _ in tqdm(range(rounds), desc=model):
                 for count in counts:
-                    given = f"{folder}/{count}", model, 2
+                    given = f"{folder}/{count}", model, dropout, 2
                     threads = 2 if count == 1 else 1
                     found = pyg_sar.launch(measure, count, *given, threads_per_worker=threads)
                     times[count] += [max(turn) for turn in zip(*(f[0] for f in found), strict=True)]
@@ -212,7 +214,7 @@ def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]
                 )
             ]
     return [
-        f"## Workers, {nodes:,} nodes, {edges:,} edges",
+        f"## Workers, {nodes:,} nodes, {edges:,} edges, dropout {dropout:g}",
         "",
         "The fastest step of the slowest worker. Memory: MiB resident in the largest worker "
         "beyond its start, kept between steps, and at the peak, which are anonymous, pages of the "
@@ -232,14 +234,16 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the workers' models")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the tables here as Markdown")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     lines = one_process(args.nodes, args.edges, 2 * args.rounds)
     if args.workers:
-        lines += workers(args.nodes, args.edges, args.workers, args.rounds)
+        lines += workers(args.nodes, args.edges, args.workers, args.dropout, args.rounds)
     command = f"python benchmarks/epochs.py --nodes {args.nodes} --edges {args.edges}"
+    command += f" --dropout {args.dropout:g}" if args.dropout else ""
     head = [
         "# Training steps on an R-MAT graph",
         "",
