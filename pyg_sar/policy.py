@@ -47,7 +47,7 @@ class SARPolicy:
             next shard where no shard is fetched meanwhile or workers share memory.
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
-            partition, but at least 1 MiB and at most 8 MiB.
+            partition, but at least 4 MiB and at most 8 MiB.
         strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
             where partial states merge, and else by chunks of targets with all their in-edges;
             ``'chunked'`` always takes the latter way. Modes 1 and 2; mode 3 takes neither.

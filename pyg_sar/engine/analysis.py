@@ -49,7 +49,7 @@ _ORDERED = (
 _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
-_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
+_LEAST_BUDGET, _MOST_BUDGET = 2**22, 2**23  # beyond a few MiB, messages leave the caches
 
 
 @dataclass(frozen=True, slots=True)
