@@ -17,8 +17,8 @@ In both, the workers' generators must be in the same state, and stay so: seed th
 
 [Note: pieces] PyTorch's CPU generator fills large tensors in blocks of 16 values, and treats a last
 block that is not full in a way of its own. So a piece has a multiple of 16 values, and the last one
-at least 16. Some processors' libraries fill a whole tensor from one number of the generator
-(``bernoulli_`` of MKL): there pieces would be other numbers. :func:`_comes_in_pieces` tries it out.
+at least 16. Some builds of PyTorch fill a whole tensor from one number of the generator
+(``bernoulli_`` by MKL): there pieces would be other numbers. :func:`_comes_in_pieces` tries it out.
 """
 
 from __future__ import annotations
