@@ -4,23 +4,20 @@
 //   A_i = exp(q_i - m_i) / n_i,   B_i = exp(slope q_i - m_i) / n_i:
 //
 // once per call, each target gets a row of A, B, delta and q, and each segment exp(k), exp(slope k)
-// and k. No factor overflows: m_i is no less than the score of any edge to i, but for rounding, and
-// leaky(z) = max(z, slope z), so that q_i - m_i <= -k_j and slope q_i - m_i <= -slope k_j. Keys are
-// at most 12 in size, or this isn't done; n_i, which has such an edge's weight, is 4e-11 at least.
-// Rows of targets without an edge may hold anything: they are not read.
+// and k. No factor overflows: m_i is no less than the score of any edge to i, but for rounding, and leaky(z) = max(z, slope z),
+// so that q_i - m_i <= -k_j and slope q_i - m_i <= -slope k_j. Keys are at most 12 in size, or this isn't done; n_i, which has
+// such an edge's weight, is 4e-11 at least. Rows of targets without an edge may hold anything: they are not read.
 //
-// Which product is larger says what the weight is, but not the slope: near 0 both may round to the
-// same. That is asked of the sign of k_j + q_i itself.
+// Which product is larger says what the weight is, but not the slope: near 0 both may round to the same. That is asked of the
+// sign of k_j + q_i itself.
 //
-// Edges are taken in groups whose heads fill a register, [edge, head]: what is done per edge and
-// head is done once per group. A group's gradients of outputs are read from memory once, for their
-// inner products with the value; they are in the nearest cache when they are summed.
+// Edges are taken in groups whose heads fill a register, [edge, head]: what is done per edge and head is done once per group. A
+// group's gradients of outputs are read from memory once, for their inner products with the value; then they are in the cache.
 
 #undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
 
 #include "factored.h"
 #include "factored_lanes.h"
-
 
 #include <atomic>
 
@@ -236,12 +233,9 @@ struct FactoredSources {
     Lanes inner = sums<kEdges * kProducts>(products);
     if constexpr (kIsHalf) inner = in_pairs(inner, kAllLanes);
     const Lanes x = part[0] * s.large, y = part[1] * s.small;
-    Lanes weight = x > y ? x : y;
-    Lanes up = weight * (inner - part[2]);
+    Lanes weight = x > y ? x : y, up = weight * (inner - part[2]);
     if (t.drop_key != nullptr) {
-      uint32_t bits = 0;
-      for (int i = 0; i < n; ++i) bits |= kept_heads<kHeads>(t, e + i) << (i * kPadded);
-      const Lanes factor = _mm512_maskz_mov_ps(bits, repeated<1>(&t.kept));
+      const Lanes factor = kept_factors<kHeads, kPadded>(t, e, n);
       up = weight * (factor * inner - part[2]);
       weight *= factor;
     }

@@ -65,6 +65,14 @@ PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
   }
 }
 
+// Of n edges from e on, [edge, head]: 0 where dropped, else the factor of what isn't.
+template <int kHeads, int kPadded>
+PYG_SAR_INLINE_512 Lanes kept_factors(const Terms<float>& t, int64_t e, int n) {
+  uint32_t bits = 0;
+  for (int i = 0; i < n; ++i) bits |= kept_heads<kHeads>(t, e + i) << (i * kPadded);
+  return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), repeated<1>(&t.kept));
+}
+
 // The lanes of x that `from` numbers.
 PYG_SAR_INLINE_512 Lanes picked(const Lanes& x, const Places& from) {
 #ifdef __clang__

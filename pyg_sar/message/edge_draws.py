@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 from zlib import crc32
 
@@ -31,8 +30,8 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.space.draws import Draws, Fill, ascending, draw, generator_mark
-from pyg_sar.space.edge_ids import edge_ids, edge_places
+from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
+from pyg_sar.space.edge_ids import EdgePlaces, edge_ids, edge_places
 from pyg_sar.wording import counted
 
 Strength = Literal["same", "keyed"]
@@ -117,13 +116,10 @@ class EdgeDraws:
         self._draws, self._title, self._silent = Draws(strength), title, silent
         self._count = edge_index.size(1)
         self._numbers: tuple[Tensor, int] | None = None
-        self._order: Callable[[], Tensor] | None = None
+        self._places: EdgePlaces | None = None
         if not silent and strength == "same":
-            places = edge_places(edge_index)
-            if places is not None:
-                self._numbers = places.places, places.total
-                make = partial(ascending, places.places)
-                self._order = partial(edge_index.remember, "edge order", make)
+            self._places = places = edge_places(edge_index)
+            self._numbers = None if places is None else (places.places, places.total)
         elif not silent:
             ids = edge_ids(edge_index)
             self._numbers = None if ids is None else (ids.ids, ids.bound)
@@ -178,7 +174,9 @@ class EdgeDraws:
         if draws.key is None:
             given: dict[str, Any] = {"dtype": dtype, "device": self._device, "draws": draws}
             drops = fill.name == "dropout" and fill.one < 1
-            drawn.rows = draw(fill, rest, ids, total, order=self._order, mask=drops, **given)
+            places = self._places
+            order = None if places is None else lambda: places.ascending
+            drawn.rows = draw(fill, rest, ids, total, order=order, mask=drops, **given)
         self._mark = generator_mark(self._device)
         return drawn
 

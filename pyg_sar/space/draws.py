@@ -326,7 +326,7 @@ def drawn_rows(
 
 
 def ascending(ids: Tensor) -> Tensor:
-    """Returns what puts ids in ascending order, ``[n]``, int32; fewer than 2**31."""
+    """Returns the places of ids in ascending order, ``[n]``, int32, of fewer than 2**31."""
     return ids.argsort().to(torch.int32)
 
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from pyg_sar.space.draws import ascending
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Communicator
@@ -139,7 +142,7 @@ class EdgeIds:
     bound: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EdgePlaces:
     """Where a worker's edges stand in one process's list.
 
@@ -150,6 +153,12 @@ class EdgePlaces:
 
     places: Tensor
     total: int
+
+    @cached_property
+    def ascending(self) -> Tensor:
+        """The edges in ascending order of their places, ``[E]``, int32."""
+        with torch.inference_mode(False):  # Training may come after inference.
+            return ascending(self.places)
 
 
 def edge_ids(edge_index: Any) -> EdgeIds | None:
