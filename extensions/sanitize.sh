@@ -15,7 +15,7 @@ case $kind in
         library=libasan.so
         tests="tests/test_ops.py tests/test_extremum.py tests/test_threads.py
                tests/test_attention_ops.py tests/test_factored_backward.py
-               tests/test_functional.py"
+               tests/test_functional.py tests/test_random_numbers.py"
         ;;
     thread)
         library=libtsan.so
