@@ -314,15 +314,21 @@ def drawn_rows(
     """
     if not _goes_in_pieces(make, rest, total, device):
         return make([total, *rest]).index_select(0, ids)
-    ordered, places = ids.sort()
+    ordered, places = (ids, None) if is_ascending(ids) else ids.sort()
     out: Tensor | None = None
     for first, end in pieces(total, prod(rest)):
         piece = make([end - first, *rest])
         if out is None:
             out = piece.new_empty([ids.numel(), *rest])
         low, high = torch.searchsorted(ordered, torch.tensor([first, end])).tolist()
-        out[places[low:high]] = piece[ordered[low:high] - first]
+        found = piece[ordered[low:high] - first]
+        out[slice(low, high) if places is None else places[low:high]] = found
     return out if out is not None else make([0, *rest])
+
+
+def is_ascending(ids: Tensor) -> bool:
+    """Tells whether no id is below the one before it."""
+    return not bool((ids[1:] < ids[:-1]).any())
 
 
 def ascending(ids: Tensor) -> Tensor:
@@ -347,8 +353,7 @@ def bernoulli_rows(
     if not _is_mersenne_twister(dtype) or ids.numel() >= 2**31:
         make = lambda shape: torch.empty(shape, dtype=dtype).bernoulli_(p)  # noqa: E731
         return drawn_rows(make, rest, ids, total, torch.device("cpu")) != 0
-    unordered = bool((ids[1:] < ids[:-1]).any())
-    known = (ascending(ids) if order is None else order()) if unordered else None
+    known = None if is_ascending(ids) else ascending(ids) if order is None else order()
     given = ids, known, total, prod(rest), p
     found, state = torch.ops.pyg_sar.bernoulli_rows(torch.get_rng_state(), *given)
     torch.set_rng_state(state)
