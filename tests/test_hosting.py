@@ -38,6 +38,7 @@ from oracle import (
     whole,
 )
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -306,8 +307,10 @@ def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: py
     (tmp_path / "sets_a_dtype.py").write_text(code + "def kind(): return torch.ones(1).dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
     kind = importlib.import_module("sets_a_dtype").kind
-    torch.set_default_dtype(torch.float32)
-    assert pyg_sar.launch(kind, 1, parts=2, timeout=30.0) == [torch.float64] * 2
+    try:
+        assert pyg_sar.launch(kind, 1, parts=2, timeout=30.0) == [torch.float64] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -517,12 +520,14 @@ def ask_the_default_group() -> list[str]:
     """What calls of ``torch.distributed`` without a group say in a part."""
     found = []
     value = torch.ones(1)
-    for ask in (dist.get_rank, dist.barrier, lambda: dist.all_reduce(value)):
+    for ask in (dist.barrier, lambda: dist.all_reduce(value)):
         with pytest.raises((PygSarError, ValueError)) as caught:
             ask()
         found.append(str(caught.value))
     total = current().all_reduce(value)
     assert total.item() == value.item() == 3
+    assert (dist.get_rank(), dist.get_world_size()) == (current().rank, 3)
+    assert len(list(DataLoader(range(4)))) == 4  # It asks for both.
     return found
 
 
