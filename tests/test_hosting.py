@@ -301,6 +301,22 @@ def test_each_part_has_a_default_dtype_of_its_own():
     assert host(worker, 3) == [[torch.float64, torch.float32]] * 3
 
 
+def test_anomalies_are_detected_where_a_part_says_so():
+    """Parts enter and leave the context in turn: left on, one process's gradients would differ."""
+
+    def worker() -> list[bool]:
+        found = []
+        for _ in range(2):
+            with torch.autograd.set_detect_anomaly(True):
+                current().barrier()
+                found.append(torch.is_anomaly_enabled())
+            found.append(torch.is_anomaly_enabled())
+        return found
+
+    assert host(worker, 3) == [[True, False] * 2] * 3
+    assert not torch.is_anomaly_enabled()
+
+
 def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The worker imports it before its parts begin."""
     code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
