@@ -38,6 +38,7 @@ from oracle import (
     whole,
 )
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -300,14 +301,32 @@ def test_each_part_has_a_default_dtype_of_its_own():
     assert host(worker, 3) == [[torch.float64, torch.float32]] * 3
 
 
+def test_anomalies_are_detected_where_a_part_says_so():
+    """Parts enter and leave the context in turn: left on, one process's gradients would differ."""
+
+    def worker() -> list[bool]:
+        found = []
+        for _ in range(2):
+            with torch.autograd.set_detect_anomaly(True):
+                current().barrier()
+                found.append(torch.is_anomaly_enabled())
+            found.append(torch.is_anomaly_enabled())
+        return found
+
+    assert host(worker, 3) == [[True, False] * 2] * 3
+    assert not torch.is_anomaly_enabled()
+
+
 def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The worker imports it before its parts begin."""
     code = "import torch\ntorch.set_default_dtype(torch.float64)\n"
     (tmp_path / "sets_a_dtype.py").write_text(code + "def kind(): return torch.ones(1).dtype\n")
     monkeypatch.syspath_prepend(tmp_path)
     kind = importlib.import_module("sets_a_dtype").kind
-    torch.set_default_dtype(torch.float32)
-    assert pyg_sar.launch(kind, 1, parts=2, timeout=30.0) == [torch.float64] * 2
+    try:
+        assert pyg_sar.launch(kind, 1, parts=2, timeout=30.0) == [torch.float64] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -517,12 +536,14 @@ def ask_the_default_group() -> list[str]:
     """What calls of ``torch.distributed`` without a group say in a part."""
     found = []
     value = torch.ones(1)
-    for ask in (dist.get_rank, dist.barrier, lambda: dist.all_reduce(value)):
+    for ask in (dist.barrier, lambda: dist.all_reduce(value)):
         with pytest.raises((PygSarError, ValueError)) as caught:
             ask()
         found.append(str(caught.value))
     total = current().all_reduce(value)
     assert total.item() == value.item() == 3
+    assert (dist.get_rank(), dist.get_world_size()) == (current().rank, 3)
+    assert len(list(DataLoader(range(4)))) == 4  # It asks for both.
     return found
 
 

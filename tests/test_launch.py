@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +95,23 @@ def test_results_and_surroundings(light, monkeypatch):
         assert facts[:3] == ("gloo", 77, max(1, cores // 2))
         assert not exists(facts[3])
     assert dict(os.environ) == before
+
+
+def drawn() -> tuple[torch.Tensor, float, float]:
+    return torch.rand(3), float(np.random.rand()), random.random()
+
+
+def test_workers_start_from_the_callers_dtype_and_random_numbers(light):
+    """A script's first lines hold in workers that don't run them."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = [*launch(drawn, 2), *launch(drawn, 1, parts=2)]
+        expected = drawn()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for numbers, *others in found:
+        assert numbers.dtype == torch.float64 and torch.equal(numbers, expected[0])
+        assert others == [*expected[1:]]
 
 
 def test_first_error_is_raised_and_no_process_is_left(tmp_path):

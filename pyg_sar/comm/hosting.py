@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pyg_sar.comm.communicator import Communicator
-from pyg_sar.comm.group import adopt
+from pyg_sar.comm.group import adopt, current
 from pyg_sar.comm.host import Host, Hosting
 from pyg_sar.comm.messages import (
     failed,
@@ -84,7 +84,8 @@ def _share_heap() -> None:
 class _NotOfParts:
     """Stands for the default group of ``torch.distributed``, whose ranks are workers, not parts.
 
-    Where PyTorch describes an error of it, it prints this object in place of the error.
+    Who asks for rank and size alone, as PyTorch's ``DataLoader`` does, gets the part's. Where
+    PyTorch describes an error of it, it prints this object in place of the error.
     """
 
     def __init__(self, parts: int, workers: int) -> None:
@@ -93,6 +94,12 @@ class _NotOfParts:
             f"of the {counted(parts, 'parts')} that this program runs for. Call "
             "rank, world_size, all_reduce(), all_gather() or broadcast() of pyg_sar.comm.current()"
         )
+
+    def rank(self) -> int:
+        return current().rank
+
+    def size(self) -> int:
+        return current().world_size
 
     def __repr__(self) -> str:
         return self._text
@@ -103,7 +110,7 @@ class _NotOfParts:
 
 @contextlib.contextmanager
 def _without_default_group(parts: int, workers: int) -> Iterator[None]:
-    """Refuses calls of ``torch.distributed`` without a group, which would add up workers' values.
+    """Refuses calls of ``torch.distributed`` without a group that would add up workers' values.
 
     This package's own calls name their group.
     """

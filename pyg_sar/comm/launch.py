@@ -36,6 +36,7 @@ from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.messages import RESUME, is_consequence, place_in
 from pyg_sar.comm.processes import find_process
 from pyg_sar.comm.store import host_store
+from pyg_sar.comm.turns import ProcessState
 from pyg_sar.comm.watch import HALTED, read_limits
 from pyg_sar.errors import LostWorkerError, WorkerError
 from pyg_sar.files import check_folder
@@ -69,8 +70,9 @@ def launch(
     part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
 
     In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
-    communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
-    closures and lambdas included.
+    communicator, and PyTorch's default dtype and the states of the random generators (PyTorch's on
+    the CPU, NumPy's, Python's) are those of the calling process. Functions and arguments may come
+    from a notebook or a script's ``__main__``, closures and lambdas included.
 
     Args:
         fn: What each worker runs.
@@ -110,7 +112,8 @@ def launch(
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     task = _pack((fn, args), "fn or an argument", -1)
-    work = _pack((task, backend, timeout, hosting, replicas), "the task", -1)
+    state = ProcessState(torch.device("cpu"))
+    work = _pack((task, backend, timeout, hosting, replicas, state), "the task", -1)
     meeting_place = host_store("127.0.0.1", 0)
     common = _environment(num_workers, meeting_place.port, threads_per_worker, env)
     if hosting is not None:  # MKL would keep a megabyte and more for each thread, so of each part.
@@ -436,7 +439,7 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        task, backend, timeout, hosting, replicas = cloudpickle.loads(pipe.recv_bytes())
+        task, backend, timeout, hosting, replicas, state = cloudpickle.loads(pipe.recv_bytes())
         if hosting is None:
             fn, args = cloudpickle.loads(task)
         # What is imported by now stays: going through it time and again takes a second.
@@ -444,6 +447,7 @@ def _worker_main(descriptor: int) -> None:
         gc.enable()
         if hosting is not None:
             cloudpickle.loads(task)  # What modules set when they are imported is set for all parts.
+        state.restore(ProcessState(state.device))
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
         comm = join(backend, timeout, device, hosting is not None, replicas)

@@ -25,9 +25,10 @@ _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
-    PyTorch's default dtype. NumPy's takes longest to read and to write: both are left out where
-    its words are known, and no normal number waits beside them.
+    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
+    PyTorch's default dtype, and whether it detects anomalies. NumPy's state takes longest to read
+    and to write: both are left out where its words are known, and no normal number waits beside
+    them.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
@@ -50,9 +51,10 @@ class ProcessState:
                 self.words = b""
         self.python = random.getstate()
         self.dtype = torch.get_default_dtype()
+        self.anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
     def restore(self, held: ProcessState) -> None:
-        """Makes the generators go on from here, and tensors have this dtype.
+        """Makes the generators go on from here, and the process have these settings.
 
         Args:
             held: The state that the process is in.
@@ -62,6 +64,7 @@ class ProcessState:
             np.random.set_state(self.numpy)
         random.setstate(self.python)
         torch.set_default_dtype(self.dtype)
+        torch.set_anomaly_enabled(*self.anomalies)
 
 
 class Turns:
@@ -71,7 +74,7 @@ class Turns:
     whose wait is over computes; the part itself comes last. Once all have come to one place of the
     program (:meth:`restart`), the first part goes on first. So the order of turns depends on the
     program alone, not on the system's scheduling, and is the same in each pass. Each part has
-    random states and a default dtype of its own: they are exchanged with the turn.
+    random states and settings of its own: they are exchanged with the turn.
 
     Args:
         parts: The parts of this process, ascending.
