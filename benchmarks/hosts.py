@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 
@@ -354,7 +355,6 @@ def report(arguments: argparse.Namespace, data: Data) -> str:
         for model in arguments.models
         for row in over_hosts(arguments, data, hosts, model)
     ]
-    shown = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
     text = f"""\
 # Several hosts
 
@@ -366,8 +366,8 @@ Three layers of {arguments.hidden} (GAT: 4 heads), {arguments.source}: {data.num
 Compute alone: the same epoch with nothing sent. Transfer alone: the bytes of the busiest direction
 of any worker over the bandwidth measured between workers.
 
-{date.today()}, `{shown}`, {platform.machine()}, Python {platform.python_version()}, torch
-{torch.__version__}, torch-geometric {torch_geometric.__version__}.
+{date.today()}, `{command(arguments)}`, {platform.machine()}, Python {platform.python_version()},
+torch {torch.__version__}, torch-geometric {torch_geometric.__version__}.
 
 {HEAD}
 """

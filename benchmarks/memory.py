@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
@@ -292,14 +293,10 @@ own rows as local peers read them in shared memory and what they have not read, 
 
 
 def document(args: argparse.Namespace, found: Found, load: float) -> str:
-    command = (
-        f"python benchmarks/memory.py --nodes {args.nodes} --edges {args.edges} "
-        f"--features {args.features} --workers {' '.join(map(str, args.workers))}"
-    )
     lines = [
         "# Peak memory per worker",
         "",
-        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph "
         f"(`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes, {args.edges:,} edges and "
         f"{args.features} "

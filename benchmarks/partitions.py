@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
@@ -212,17 +213,6 @@ def measure(data: Data, args: argparse.Namespace) -> Graph:
 
 
 # The document ############################################################################
-
-
-def command(args: argparse.Namespace) -> str:
-    """Returns the command line that measures the same."""
-    words = ["python benchmarks/partitions.py --data ../shared/data"]
-    for name in ("graphs", "workers", "train", "epochs", "rmat"):
-        value = getattr(args, name)
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            words.append(" ".join([f"--{name}", *map(str, values)]))
-    return " ".join(words)
 
 
 def document(graphs: dict[str, Graph], args: argparse.Namespace) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from command_line import command
 from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
@@ -141,9 +142,10 @@ def main() -> None:
     head = [
         f"# This version beside commit {commit}",
         "",
-        f"{date.today()}, `python benchmarks/versions.py BEFORE`, {args.workers} workers with one "
-        f"thread each, {args.nodes:,} nodes, {20 * args.nodes:,} undirected edges, 100 features, 3 "
-        f"layers, random parts, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{date.today()}, `{command(args).replace('.py', '.py BEFORE')}`, {args.workers} "
+        f"workers with one thread each, {args.nodes:,} nodes, {20 * args.nodes:,} undirected "
+        f"edges, 100 features, 3 layers, random parts, {os.cpu_count()} cores, "
+        f"{platform.machine()}, torch "
         f"{torch.__version__}. Load at the start and at the end: {load:.1f} and "
         f"{os.getloadavg()[0]:.1f}. Before and after, and after over before.",
         "",
