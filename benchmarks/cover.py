@@ -244,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the .npz files")
     parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--graphs", nargs="*", default=list(GRAPHS))
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)

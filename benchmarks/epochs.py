@@ -242,7 +242,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     lines = one_process(args.nodes, args.edges, 2 * args.rounds)
     if args.workers:
-        lines += workers(args.nodes, args.edges, args.workers, args.dropout, args.rounds)
+        counts = sorted({1, *args.workers})
+        lines += workers(args.nodes, args.edges, counts, args.dropout, args.rounds)
     head = [
         "# Training steps on an R-MAT graph",
         "",
