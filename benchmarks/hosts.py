@@ -192,19 +192,21 @@ def bandwidth(comm: Any, megabytes: int = 32) -> float:
 class Silent:
     """Sends nothing while it is entered; what would have come is zeros.
 
-    Sums are local, and nobody compares the workers' parameters.
+    Sums are local, and nobody compares the workers' parameters, nor later what stood beside rows.
     """
 
     def __init__(self, comm: Any) -> None:
-        self.carrier = comm._transport
+        self.comm, self.carrier = comm, comm._transport
 
     def __enter__(self) -> None:
+        self.before = self.comm.plain, self.comm.beside
         self.carrier.exchange = lambda sends, recvs, where: [t.zero_() for _, t in recvs]
         self.carrier.all_reduce = lambda tensor, op, where: None
         gradients.differ = lambda found: False
 
     def __exit__(self, *error: Any) -> None:
         del self.carrier.exchange, self.carrier.all_reduce
+        self.comm.plain, self.comm.beside = self.before
         gradients.differ = differ
 
 
