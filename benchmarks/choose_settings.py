@@ -47,7 +47,9 @@ def main() -> None:
     grid = [(m, h, lr) for m in args.models for h in args.hidden for lr in args.lr]
     for model, hidden, lr in tqdm(grid, desc="grid"):
         base = GRAPHS["tolokers"].settings[model]
-        setting = replace(base, hidden=hidden, lr=lr, epochs=args.epochs or base.epochs)
+        setting = replace(base, hidden=hidden, lr=lr)
+        if args.epochs:
+            setting = replace(setting, epochs=args.epochs, every=min(base.every, args.epochs))
         scores = [
             validation_score(
                 Job(graph="tolokers", model=model, seed=seed, workers=0), setting, data
