@@ -259,7 +259,7 @@ def stored_document(args: argparse.Namespace, found: list[Any], load: float) -> 
         right.append(predicted == fits)
         cells = [*map(str, names), str(limit)]
         cells += [" and ".join("yes" if one else "no" for one in (predicted, fits))]
-        if measured is None or not predicted:
+        if measured is None or not predicted or not sum(measured[1:3]):
             cells += ["" if measured is None else f"{measured[0] / 2**20:.0f}", *[""] * 6]
         else:
             peak, read, written, seconds = measured
