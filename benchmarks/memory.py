@@ -32,6 +32,7 @@ from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.store.pager import keep_freed
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
@@ -160,6 +161,8 @@ def give_back() -> None:
     comm = pyg_sar.comm.current()
     comm.barrier()
     gc.collect()
+    keep_freed(False)  # What was kept goes back; from here on it is kept as before.
+    keep_freed(comm.device.type == "cpu")
     if comm.sharing is not None:
         comm.sharing.trim()
     if platform.libc_ver()[0] == "glibc":
