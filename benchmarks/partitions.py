@@ -11,10 +11,7 @@ within one launch, so that a machine whose speed drifts says the same.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 from command_line import command
+from memory import give_back
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
@@ -148,18 +146,6 @@ class Training:
         F.cross_entropy(out, self.data.y).backward()
         pyg_sar.comm.current().barrier()
         return time.perf_counter() - start
-
-
-def give_back() -> None:
-    """Memory that this process keeps for use again goes back to the system."""
-    comm = pyg_sar.comm.current()
-    comm.barrier()
-    gc.collect()
-    if comm.sharing is not None:
-        comm.sharing.trim()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-    comm.barrier()
 
 
 def train(roots: Sequence[str], epochs: int) -> list[tuple[int, list[float]]]:
