@@ -90,9 +90,9 @@ def setting_of(job: Job) -> Setting:
     """The published setting; without dropout and for few epochs where exactness is shown."""
     setting = GRAPHS[job.graph].settings[job.model]
     if job.recipe:
-        pairs = [change.split("=") for change in job.changes.split()]
-        found = replace(setting, **setting.published)
-        return replace(found, **{name: type(getattr(found, name))(v) for name, v in pairs})
+        setting = replace(setting, **setting.published)
+    pairs = [change.split("=") for change in job.changes.split()]
+    setting = replace(setting, **{name: type(getattr(setting, name))(v) for name, v in pairs})
     if not job.exact:
         return setting
     return replace(
@@ -119,7 +119,8 @@ def train(job: Job, data: Data, pause: Pause | None = None) -> dict[str, Any] | 
     auc = GRAPHS[job.graph].metric == "auc"
     losses: list[float] = []
     measure = _area if auc else _accuracy
-    best, metric, best_epoch, best_out = float("inf"), float("nan"), 0, None
+    best, metric, best_epoch = float("inf"), float("nan"), 0
+    best_out: Any = None
     learnt, known = masks["train"], x
     if labels:
         known = with_labels(x, data, learnt, learnt)
@@ -176,7 +177,7 @@ def train(job: Job, data: Data, pause: Pause | None = None) -> dict[str, Any] | 
 @torch.no_grad()
 def correct_and_smooth(out: Tensor, data: Data, mask: Tensor, distributed: bool) -> Tensor:
     """PyG's ``CorrectAndSmooth`` of a model's outputs, by the labels of the training nodes."""
-    post = CorrectAndSmooth(*SMOOTHING)
+    post: Any = CorrectAndSmooth(*SMOOTHING)
     post = pyg_sar.distribute(post) if distributed else post
     y = data.y[mask]
     soft = post.correct(out.softmax(1), y, mask, data.edge_index)
@@ -280,7 +281,7 @@ def jobs_of(args: argparse.Namespace, workers: int) -> Iterator[Job]:
         return
     for graph in args.graphs:
         for model in args.models:
-            case = {"graph": graph, "model": model, "workers": workers}
+            case = {"graph": graph, "model": model, "workers": workers, "changes": args.changes}
             yield Job(**case, seed=0, exact=True)
             if model == args.models[-1]:
                 yield Job(**case, seed=0, exact=True, dtype="float64")
@@ -314,7 +315,7 @@ def command(args: argparse.Namespace) -> str:
         text += f" --workers {','.join(map(str, args.workers))}"
     if args.changes:
         text += f" --set {args.changes}"
-    return f"{text} --out docs/{'benchmarks/labels' if args.recipes else 'results'}.md"
+    return f"{text} --out {'labels' if args.recipes else 'docs/results'}.md"
 
 
 def worlds_of(args: argparse.Namespace) -> list[int]:
@@ -370,7 +371,7 @@ def parse_arguments() -> argparse.Namespace:
         "--recipes", nargs="*", choices=BOTH, help="labels as inputs, smoothing (both by default)"
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the recipes' runs"
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings, such as epochs=10"
     )
     parser.add_argument("--seeds", type=int, help="seeds per model (default: by graph)")
     parser.add_argument(
@@ -385,8 +386,6 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.recipes = args.recipes or (None if args.recipes is None else BOTH)
     args.changes = " ".join(args.set)
-    if args.set and not args.recipes:
-        parser.error("--set needs --recipes")
     return args
 
 

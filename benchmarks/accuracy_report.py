@@ -110,7 +110,7 @@ _RECIPE_NOTES = (
         """\
 - Adam, no weight decay on biases. "Stop": the most epochs, and after how many epochs without a
   lower validation loss training ends before. Validation by loss, on Tolokers by the metric.
-- Splits and SAGE's normalisation are those of [results.md](../results.md#settings).""",
+- Splits and SAGE's normalisation are those of [results.md](../../docs/results.md#settings).""",
     ),
     (
         ("photo", "computers", "cs"),

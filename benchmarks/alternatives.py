@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 from alternatives_report import PLAIN, Found, plot, report
+from command_line import command
 from scipy.stats import rankdata
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -84,7 +85,7 @@ def metric(out: Tensor, y: Tensor, mask: Tensor, area: bool) -> float:
     if not area:
         return 100 * float((out.argmax(1) == y)[mask].double().mean())
     score, label = (out[:, 1] - out[:, 0])[mask], y[mask]
-    if isinstance(score, NodeTensor):
+    if isinstance(score, NodeTensor) and isinstance(label, NodeTensor):
         score, label = score.full_tensor(), label.full_tensor()
     ranks, ones = torch.from_numpy(rankdata(score.numpy())), int(label.sum())
     above = float(ranks[label > 0].sum()) - ones * (ones + 1) / 2
@@ -218,8 +219,7 @@ def start(folder: Path, way: str, given: argparse.Namespace) -> None:
         if way == QUARTER:
             wait_for_turn(folder, 0, way)
             plain = json.loads(result_file(folder, 0, PLAIN).read_text())
-            limit = {"memory": int(plain["peak"] / 4), "store": folder}
-            pyg_sar.run(run, parts=PARTS, **limit)
+            pyg_sar.run(run, parts=PARTS, memory=int(plain["peak"] / 4), store=folder)
         elif WORKERS.get(way, 1) > 1:
             pyg_sar.launch(run, WORKERS[way], threads_per_worker=1)
         elif "pyg_sar" in way:
@@ -275,7 +275,7 @@ def main() -> None:
         texts.append(report(name, graph, found))
         print(texts[-1], flush=True)
     head = (
-        f"{date.today()}, `python benchmarks/alternatives.py {' '.join(sys.argv[1:])}`, one thread "
+        f"{date.today()}, `{command(given)}`, one thread "
         f"for each process, {platform.machine()}, torch {torch.__version__}, torch-geometric "
         f"{torch_geometric.__version__}. Load at the start and at the end: {load:.1f} and "
         f"{os.getloadavg()[0]:.1f}.\n"

@@ -26,7 +26,7 @@ def compared(found: Found) -> tuple[float, dict[str, dict[str, Any]]]:
     """The validation metric to reach, and what the table says of each way."""
     plain = found[PLAIN]
     target = 0.99 * median(max(at[2] for at in run["curve"]) for run in plain)
-    table = {}
+    table: dict[str, dict[str, Any]] = {}
     for way, runs in found.items():
         row = table[way] = {name: [] for name in ("test", "until", "time", "epoch", "MiB", "apart")}
         for run, base in zip(runs, plain, strict=True):

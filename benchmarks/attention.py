@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch import Tensor, nn
 from torch_geometric.nn import (
     FAConv,
@@ -306,13 +307,10 @@ def main() -> None:
         lines = measure(args, f"{folder}/graph.pt")
     if args.data:
         lines += real_graphs(args.data, 2 * args.rounds)
-    command = f"python benchmarks/attention.py --nodes {args.nodes} --edges {args.edges}"
-    command += f" --rounds {args.rounds}" + " --data ../shared/data" * bool(args.data)
-    command += f" --layers {' '.join(map(repr, args.layers))}" if args.layers else ""
     head = [
         "# Layers on one worker",
         "",
-        f"{date.today()}, `{command}`, {args.threads} threads, "
+        f"{date.today()}, `{command(args)}`, {args.threads} threads, "
         f"{platform.machine()}, torch {torch.__version__}, torch-geometric "
         f"{torch_geometric.__version__}. Power-law graph of {args.nodes:,} nodes and "
         f"{args.edges:,} edges, {FEATURES} features. Load at the start and at the end: "

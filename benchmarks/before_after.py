@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch_geometric
+from command_line import command
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LIMITS = {"s": 1.05, "MiB": 1.02, "MB": 1.02}  # after / before: times, memory, bytes received
@@ -123,7 +124,8 @@ def kernels(script: Any, folder: str, direction: str) -> Found:
     graph = script.SyntheticGraph(nodes=100_000, edges=2_000_000, features=0)
     ends = script.synthetic_graph(graph).edge_index
     edges = script.grouped(ends if direction == "by target" else ends.flip(0), 100_000)
-    found, file = {}, f"{folder}/edges.pt"
+    found: Found = {}
+    file = f"{folder}/edges.pt"
     torch.save(vars(edges), file)
     for width in (16, 100, 256):
         rows = torch.randn(edges.nodes, width)
@@ -241,13 +243,13 @@ def table(results: dict[str, list[Pair]]) -> list[str]:
 
 
 def document(args: argparse.Namespace, results: dict[str, list[Pair]]) -> str:
-    command = ["git", "-C", str(args.before), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    about = [f"* `{name}`: {run.__doc__.splitlines()[0]}" for name, run in BENCHMARKS.items()]
+    asked = ["git", "-C", str(args.before), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    about = [f"* `{name}`: {str(run.__doc__).splitlines()[0]}" for name, run in BENCHMARKS.items()]
     head = [
         f"# Benchmarks before and after: commit {commit} and this version",
         "",
-        f"{date.today()}, `python benchmarks/before_after.py --before BEFORE`, {os.cpu_count()} "
+        f"{date.today()}, `{command(args)} --before BEFORE`, {os.cpu_count()} "
         f"cores, {platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Random parts, the "
         "same in both. Figures are medians over the pairs; a ratio is one within a pair, and its "

@@ -56,7 +56,8 @@ def steady_calls(root: str, name: str, timed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(torch.nn.ModuleList([LAYERS[name]()]))[0]
+    layers: Any = pyg_sar.distribute(torch.nn.ModuleList([LAYERS[name]()]))
+    layer = layers[0]
     x = data.x[:, :16].clone().requires_grad_()
     out = layer(x, data.edge_index)
     gradient = torch.ones_like(out)

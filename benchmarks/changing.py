@@ -96,7 +96,8 @@ def forces_step(root: str, kind: str, mode: int, steps: int) -> dict[str, float]
     model: Any = Potential(kind)
     if mode:
         model = pyg_sar.distribute(model, SARPolicy(mode=mode))
-    cell, times = [box_of(data.num_nodes)] * 3, []
+    cell = torch.full((3,), box_of(data.num_nodes))
+    times: list[tuple[float, float]] = []
     base = peak = 0
     for _ in range(steps + 1):
         start = time.perf_counter()
@@ -157,7 +158,8 @@ def snapshots_and_replicas(folder: str, steps: int) -> None:
         pyg_sar.write_partitions(graph, parts, root, series={"x": frames})
         read = max(pyg_sar.launch(_snapshot_bytes, parts, root))
         print(f"| {parts} | {read:,} | {read / frames[0].nbytes:.2f} |")
-    root, times = f"{folder}/frames-1", {1: [], 2: []}
+    root = f"{folder}/frames-1"
+    times: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(3):  # Two workers that compute apart, and two replicas that average.
         for replicas, seconds in times.items():
             apart = pyg_sar.launch(replica_step, replicas, root, steps, replicas=replicas)

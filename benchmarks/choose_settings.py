@@ -14,15 +14,18 @@ from pathlib import Path
 
 import accuracy
 import torch
-from accuracy import DATA, Job, plain_world, train
+from accuracy import DATA, Job, train
 from real_graphs import GRAPHS, MODELS, Setting, load
+from torch_geometric.data import Data
 from tqdm import tqdm
 
 
-def validation_score(job: Job, setting: Setting, data: object) -> float:
+def validation_score(job: Job, setting: Setting, data: Data) -> float:
     """The best validation score of one run: what serves as 'test' here is the validation set."""
     GRAPHS[job.graph].settings[job.model] = setting
-    return float(train(job, data, plain_world())["metric"])
+    result = train(job, data)
+    assert result is not None, "only a run with a pause stops before its end"
+    return float(result["metric"])
 
 
 def main() -> None:
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--hidden", nargs="+", type=int, default=[16, 32])
     parser.add_argument("--lr", nargs="+", type=float, default=[0.01, 0.03])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, help="to the models' own")
     args = parser.parse_args()
     torch.set_num_threads(1)
     accuracy._quiet()
@@ -44,6 +48,8 @@ def main() -> None:
     for model, hidden, lr in tqdm(grid, desc="grid"):
         base = GRAPHS["tolokers"].settings[model]
         setting = replace(base, hidden=hidden, lr=lr)
+        if args.epochs:
+            setting = replace(setting, epochs=args.epochs, every=min(base.every, args.epochs))
         scores = [
             validation_score(
                 Job(graph="tolokers", model=model, seed=seed, workers=0), setting, data

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_geometric
+from command_line import command
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
@@ -83,7 +84,7 @@ def costs(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return row_bytes(Attention(kind="dot", value=row, key=row, query=row), 1)
 
 
-def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
+def attention(root: str, push: str) -> dict[str, tuple[int, ...]]:
     """Bytes that this worker receives, forward and backward, by layer."""
     data = pyg_sar.load_partition(root)
     policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
@@ -154,9 +155,9 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
         part = torch.empty(data.num_nodes, dtype=torch.long)
         for rank in range(parts):
             part[read_part(root, rank)["n_id"]] = rank
-        found: dict[str, dict[str, list[int]]] = {}
+        found: dict[str, dict[str, Any]] = {}
         for way, push in (("pull", "off"), ("cover", "auto")):
-            sums = pyg_sar.launch(rows, parts, root, push, timeout=600.0)
+            sums: Any = pyg_sar.launch(rows, parts, root, push, timeout=600.0)
             layers = pyg_sar.launch(attention, parts, root, push, timeout=600.0)
             counts = {"sums": sums, **{n: [worker[n] for worker in layers] for n in LAYERS}}
             found[way] = {
@@ -166,11 +167,11 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
     return {**found, "bound": bound(data, part, parts, list(LAYERS))}
 
 
-def document(results: dict[str, dict[str, Any]], parts: int, command: str) -> str:
+def document(results: dict[str, dict[str, Any]], parts: int, shown: str) -> str:
     lines = [
         "# Rows and bytes on the wire",
         "",
-        f"{date.today()}, `{command}`, {platform.machine()}, torch {torch.__version__}, "
+        f"{date.today()}, `{shown}`, {platform.machine()}, torch {torch.__version__}, "
         f"torch-geometric {torch_geometric.__version__}. METIS, {parts} parts. What all workers "
         "receive in one forward and one backward pass of one layer, counted by the ledger.",
         "",
@@ -243,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the .npz files")
     parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--graphs", nargs="*", default=list(GRAPHS))
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -252,8 +253,7 @@ def main() -> None:
         name: measure(args.data / f"{name}.npz", GRAPHS[name], args.parts)
         for name in tqdm(args.graphs)
     }
-    command = "python benchmarks/cover.py --data ../shared/data"
-    text = document(results, args.parts, command)
+    text = document(results, args.parts, command(args))
     print(text)
     if args.out:
         args.out.write_text(text)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from command_line import command
 from partitions import rmat
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
@@ -241,13 +242,12 @@ def main() -> None:
     load = os.getloadavg()[0]
     lines = one_process(args.nodes, args.edges, 2 * args.rounds)
     if args.workers:
-        lines += workers(args.nodes, args.edges, args.workers, args.dropout, args.rounds)
-    command = f"python benchmarks/epochs.py --nodes {args.nodes} --edges {args.edges}"
-    command += f" --dropout {args.dropout:g}" if args.dropout else ""
+        counts = sorted({1, *args.workers})
+        lines += workers(args.nodes, args.edges, counts, args.dropout, args.rounds)
     head = [
         "# Training steps on an R-MAT graph",
         "",
-        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}. Load at the start and at the end: {load:.1f} and "
         f"{os.getloadavg()[0]:.1f}.",
         "",

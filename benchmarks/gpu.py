@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from attention import FEATURES, SHAPES, least, make
+from command_line import command
 from larger_than_memory import MODELS
 from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
@@ -91,7 +92,7 @@ def table(columns: str, rows: Iterable[Sequence[Any]]) -> list[str]:
 
 def layers(args: argparse.Namespace, x: Tensor, edge_index: Tensor) -> Iterator[list[str]]:
     compiled = partial(torch.compile, backend=args.compiler)
-    kinds = {"PyG": nn.Identity(), "compiled": compiled, "here": pyg_sar.distribute}
+    kinds: dict[str, Any] = {"PyG": nn.Identity(), "compiled": compiled, "here": pyg_sar.distribute}
     for name in tqdm(args.layers):
         plain = (SAGEConv(FEATURES, 256) if name == LAYERS[-1] else make(name)).to(x.device)
         ways: dict[str, Any] = dict.fromkeys(kinds, SimpleNamespace(peak=math.nan, found=()))
@@ -173,7 +174,7 @@ def main() -> None:
     # Where a kernel was left out, PyTorch's operators were measured.
     lines += ["", *dict.fromkeys(f"* {w.message}" for w in seen if w.category is KernelWarning)]
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
-    head = f"{date.today()}, `python benchmarks/gpu.py --nodes {args.nodes} --edges {args.edges}`,"
+    head = f"{date.today()}, `{command(args)}`,"
     head += f" {gpu}, torch {version('torch')}, torch-geometric {version('torch-geometric')}."
     text = "\n".join(["# On one GPU", "", head, "", *lines, ""]).replace(" nan", " -")
     print(f"\n{head}")

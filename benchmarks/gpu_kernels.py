@@ -81,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     names = ("SUMS", "PRODUCTS", "FORWARD", "BACKWARD")
     now = {name: getattr(triton_operators, name) for name in names}
-    on_gpu._agrees = lambda *given: True
+    on_gpu._agrees = lambda *given: True  # type: ignore[assignment]
     triton_operators._check_edges = lambda *given: None
     graph = synthetic_graph(SyntheticGraph(nodes=args.nodes, edges=args.edges, features=1))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 
@@ -191,19 +192,21 @@ def bandwidth(comm: Any, megabytes: int = 32) -> float:
 class Silent:
     """Sends nothing while it is entered; what would have come is zeros.
 
-    Sums are local, and nobody compares the workers' parameters.
+    Sums are local, and nobody compares the workers' parameters, nor later what stood beside rows.
     """
 
     def __init__(self, comm: Any) -> None:
-        self.carrier = comm._transport
+        self.comm, self.carrier = comm, comm._transport
 
     def __enter__(self) -> None:
+        self.before = self.comm.plain, self.comm.beside
         self.carrier.exchange = lambda sends, recvs, where: [t.zero_() for _, t in recvs]
         self.carrier.all_reduce = lambda tensor, op, where: None
         gradients.differ = lambda found: False
 
     def __exit__(self, *error: Any) -> None:
         del self.carrier.exchange, self.carrier.all_reduce
+        self.comm.plain, self.comm.beside = self.before
         gradients.differ = differ
 
 
@@ -354,7 +357,6 @@ def report(arguments: argparse.Namespace, data: Data) -> str:
         for model in arguments.models
         for row in over_hosts(arguments, data, hosts, model)
     ]
-    shown = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
     text = f"""\
 # Several hosts
 
@@ -366,8 +368,8 @@ Three layers of {arguments.hidden} (GAT: 4 heads), {arguments.source}: {data.num
 Compute alone: the same epoch with nothing sent. Transfer alone: the bytes of the busiest direction
 of any worker over the bandwidth measured between workers.
 
-{date.today()}, `{shown}`, {platform.machine()}, Python {platform.python_version()}, torch
-{torch.__version__}, torch-geometric {torch_geometric.__version__}.
+{date.today()}, `{command(arguments)}`, {platform.machine()}, Python {platform.python_version()},
+torch {torch.__version__}, torch-geometric {torch_geometric.__version__}.
 
 {HEAD}
 """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from command_line import command
 
 import pyg_sar
 from pyg_sar import SARPolicy
@@ -64,7 +64,7 @@ def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> l
                     out = model(data.x, data.edge_index)
                 right = (out.argmax(1) == data.y).double()
                 scores = (right[data[f"{s}_mask"]].mean().item() for s in ("val", "test"))
-                best = max(best, tuple(scores))  # type: ignore[assignment]
+                best = max(best, tuple(scores))
         total = int(comm.all_reduce(torch.tensor(received)))
         found.append((total, statistics.mean(errors), 100 * best[1]))
     return found
@@ -93,11 +93,6 @@ def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None
     figure.savefig(path, dpi=110)
 
 
-def _words(value: Any) -> str:
-    """An argument as one types it."""
-    return shlex.join(map(str, value if isinstance(value, list) else [value]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", default="synthetic:nodes=3000,degree=15,features=64,signal=0.1")
@@ -118,16 +113,10 @@ def main() -> None:
         f"{given.layers} layers of {given.model}, width {given.hidden}, {given.epochs} epochs"
     )
     settings += f", {given.seeds} seeds"
-    changed = [
-        f" --{name.replace('_', '-')} {_words(graph if name == 'graph' else value)}"
-        for name, value in vars(given).items()
-        if value != parser.get_default(name) and name != "out"
-    ]
     lines = [
         "# What inexact policies cost",
         "",
-        f"{datetime.date.today()}, `python benchmarks/inexact.py{''.join(changed)} --out "
-        f"inexact.md`, torch {torch.__version__}.",
+        f"{datetime.date.today()}, `{command(given)}`, torch {torch.__version__}.",
         f"`{graph}` on {given.workers} workers ({given.method} parts), {settings}. Bytes are those "
         "of all training steps, the sums of gradients included, as a share of the exact ones; "
         f"errors are means over every {given.measure_every}th epoch.",

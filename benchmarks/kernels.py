@@ -26,10 +26,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import command
 from torch import Tensor
 
 from pyg_sar.kernels import ops
@@ -146,9 +148,8 @@ def limits(nodes: int, widths: Sequence[int]) -> list[list[str]]:
     for width in widths:
         rows = x[:, :width].contiguous()
         out = torch.empty_like(rows)
-        best, _ = alternately(
-            {"rows": lambda rows=rows, out=out: torch.index_select(rows, 0, place, out=out)}, 5
-        )["rows"]
+        gathered = partial(torch.index_select, rows, 0, place, out=out)
+        best, _ = alternately({"rows": gathered}, 5)["rows"]
         table.append(
             ["every row once, at random", str(width), f"{rows.numel() * 4 / best / 1e9:.1f}"]
         )
@@ -230,21 +231,19 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[Any, tuple[float, float
     torch.manual_seed(0)
     graph = SyntheticGraph(nodes=args.nodes, edges=args.edges, features=0)
     edge_index = synthetic_graph(graph).edge_index
-    table, ratio = [], {}
+    table: list[list[str]] = []
+    ratio: dict[Any, tuple[float, float]] = {}
     for direction, ends in (("by target", edge_index), ("transposed", edge_index.flip(0))):
         rows, found = times_of(grouped(ends, args.nodes), direction, args)
         table += rows
         ratio |= found
     memory = memory_rows(grouped(edge_index, args.nodes), args)
     load = f"{os.getloadavg()[0]:.1f}"
-    command = (
-        f"--nodes {args.nodes} --edges {args.edges} --rounds {args.rounds} --threads {args.threads}"
-    )
     return "\n".join(
         [
             "# Kernels",
             "",
-            f"{date.today()}, `python benchmarks/kernels.py {command}`, {args.threads} threads, "
+            f"{date.today()}, `{command(args)}`, {args.threads} threads, "
             f"{os.cpu_count()} cores, {processor()}, torch {torch.__version__}, torch_sparse "
             f"{'not installed' if torch_sparse is None else torch_sparse.__version__}. Power-law "
             f"graph (`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes and "

@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--seeds", type=int, default=5, help="of plain PyG")
     parser.add_argument("--seeds-of-workers", type=int, default=1, help="in float32")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help="in float32")
     parser.add_argument("--exact-epochs", type=int, default=10, help="in float64, of one seed")
     parser.add_argument(
         "--worlds", nargs="+", default=["2", "1", "4", "2x8"], help="workers, or workers x parts"
@@ -145,7 +146,7 @@ def main() -> None:
     print("| | numbers | runs | epochs | test accuracy, last epoch | loss off PyG's | accuracy |")
     print("|---|---|---|---|---|---|---|")
     runs = (
-        (torch.float32, given.seeds, given.seeds_of_workers, EPOCHS, given.worlds[:1]),
+        (torch.float32, given.seeds, given.seeds_of_workers, given.epochs, given.worlds[:1]),
         (torch.float64, 1, 1, given.exact_epochs, given.worlds),
     )
     for dtype, seeds, seeds_of_workers, epochs, worlds in runs:

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch.nn import LayerNorm, Linear
 from torch_geometric.nn import GAT, GCN, DeepGCNLayer, GENConv, GraphSAGE
 from tqdm import tqdm
@@ -68,7 +69,7 @@ class DeeperGCN(torch.nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, edge_index)
-        return self.last(x)  # type: ignore[no-any-return]
+        return self.last(x)
 
 
 MODELS: dict[str, Any] = {
@@ -196,7 +197,7 @@ def run(args: argparse.Namespace, folder: Path, refused: list[str]) -> Iterator[
     found: Found = {}
     cases = [(m, p) for m in args.models for p in (1, *args.parts)]
     for model, parts in tqdm(cases, desc="larger than memory"):
-        free = None
+        free: Measured | None = None
         shares = SHARES if args.memory is None else {"no limit": None, "fixed": 1}
         for name, share in shares.items() if parts > 1 else [("one process", None)]:
             limit = None if share is None or free is None else args.memory or free.peak // share
@@ -273,19 +274,12 @@ def plot(found: Found, path: Path) -> None:
 
 
 def document(args: argparse.Namespace, found: Found, refused: list[str], load: float) -> str:
-    parts = " ".join(map(str, args.parts))
-    command = (
-        f"python benchmarks/larger_than_memory.py --nodes {args.nodes} --edges {args.edges} "
-        f"--features {args.features} --epochs {args.epochs} --parts {parts} "
-        f"--models {' '.join(args.models)}"
-        + (f" --memory {args.memory // 2**20}MiB" if args.memory else "")
-    )
     grouped = all(now.grouped for now in found.values() if now.limit is not None)
     limits = "Each limit was a cgroup's, too." if grouped else "No cgroup limited the memory."
     lines = [
         "# Larger than memory",
         "",
-        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{date.today()}, `{args.command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph of "
         f"{args.nodes:,} nodes, {args.edges:,} edges and {args.features} features, float32; the "
         "models are those of the script. One worker hosts all parts. Limits are shares of what "
@@ -325,6 +319,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help="a folder on the disk of the store")
     parser.add_argument("--out", type=Path, help="write the table here, a picture beside it")
     args = parser.parse_args()
+    args.command = command(args)
     args.memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.store) as folder:

@@ -26,11 +26,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.store.pager import keep_freed
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
@@ -159,6 +161,8 @@ def give_back() -> None:
     comm = pyg_sar.comm.current()
     comm.barrier()
     gc.collect()
+    keep_freed(False)  # What was kept goes back; from here on it is kept as before.
+    keep_freed(comm.device.type == "cpu")
     if comm.sharing is not None:
         comm.sharing.trim()
     if platform.libc_ver()[0] == "glibc":
@@ -292,14 +296,10 @@ own rows as local peers read them in shared memory and what they have not read, 
 
 
 def document(args: argparse.Namespace, found: Found, load: float) -> str:
-    command = (
-        f"python benchmarks/memory.py --nodes {args.nodes} --edges {args.edges} "
-        f"--features {args.features} --workers {' '.join(map(str, args.workers))}"
-    )
     lines = [
         "# Peak memory per worker",
         "",
-        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph "
         f"(`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes, {args.edges:,} edges and "
         f"{args.features} "

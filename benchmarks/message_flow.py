@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> li
     model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
     flow = pyg_sar.partition.message_flow_graphs(data, seeds, LAYERS)
     check_flow(model, data, flow)
-    kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
+    kinds: dict[str, Any] = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     moved = dict.fromkeys(kinds, 0)
     for epoch in range(epochs + 1):  # The first is for warming up.

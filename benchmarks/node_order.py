@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import pymetis
 import torch
+from command_line import command
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
@@ -116,7 +117,7 @@ def main() -> None:
         [
             "# Orders of nodes and of parts",
             "",
-            f"{date.today()}, `python benchmarks/node_order.py --data {args.data}`, "
+            f"{date.today()}, `{command(args)}`, "
             f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}. Load at the "
             f"start and at the end: {load:.1f} and {os.getloadavg()[0]:.1f}.",
             "",

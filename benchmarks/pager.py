@@ -18,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
+from command_line import command
 
 from pyg_sar.store import Pager
 
@@ -130,7 +132,7 @@ def allocations(directory: Path, rounds: int) -> list[str]:
                 for _ in range(rounds + 1):
                     for arena, times in found.items():
                         pager.enter(arena)
-                        times.append(seconds(lambda work=work, size=size: work(size)))
+                        times.append(seconds(partial(work, size)))
                 usual, paged = (statistics.median(times[1:]) * 1e4 for times in found.values())
                 rows.append(f"| {size >> 10:,} | {name} | {paged:.1f} | {paged / usual:.2f} |")
         pager.enter(None)
@@ -138,15 +140,11 @@ def allocations(directory: Path, rounds: int) -> list[str]:
 
 
 def document(given: argparse.Namespace, moved: list[str], made: list[str], load: float) -> str:
-    command = (
-        f"python benchmarks/pager.py --megabytes {given.megabytes} --rounds {given.rounds} "
-        f"--io-threads {given.io_threads}"
-    )
     return "\n".join(
         [
             "# The pager and the disk",
             "",
-            f"{date.today()}, `{command}`, {os.cpu_count()} cores, one thread, torch "
+            f"{date.today()}, `{command(given)}`, {os.cpu_count()} cores, one thread, torch "
             f"{torch.__version__}. {given.megabytes} MiB of tensors of one size go out, and come "
             "in as others go: read ahead (prefetch), and when they are used (demand). Plain: the "
             "same pieces written and read past the page cache, in turns in the same run. Medians "

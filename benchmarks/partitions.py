@@ -11,10 +11,7 @@ within one launch, so that a machine whose speed drifts says the same.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -27,6 +24,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
+from memory import give_back
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
@@ -149,18 +148,6 @@ class Training:
         return time.perf_counter() - start
 
 
-def give_back() -> None:
-    """Memory that this process keeps for use again goes back to the system."""
-    comm = pyg_sar.comm.current()
-    comm.barrier()
-    gc.collect()
-    if comm.sharing is not None:
-        comm.sharing.trim()
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
-    comm.barrier()
-
-
 def train(roots: Sequence[str], epochs: int) -> list[tuple[int, list[float]]]:
     """Bytes at the peak of two epochs, and seconds of later ones, for each partition."""
     Training(roots[0]).epoch()  # what the first epoch in a process takes in any case
@@ -212,17 +199,6 @@ def measure(data: Data, args: argparse.Namespace) -> Graph:
 
 
 # The document ############################################################################
-
-
-def command(args: argparse.Namespace) -> str:
-    """Returns the command line that measures the same."""
-    words = ["python benchmarks/partitions.py --data ../shared/data"]
-    for name in ("graphs", "workers", "train", "epochs", "rmat"):
-        value = getattr(args, name)
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            words.append(" ".join([f"--{name}", *map(str, values)]))
-    return " ".join(words)
 
 
 def document(graphs: dict[str, Graph], args: argparse.Namespace) -> str:

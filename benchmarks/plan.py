@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 import torch_geometric
+from command_line import command
 from larger_than_memory import memory_group
 from memory import give_back
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 from torch_geometric.nn.conv import TransformerConv
 from tqdm import tqdm
@@ -56,12 +57,12 @@ class Transformer(nn.Module):
         self.first = TransformerConv(features, 16, heads=2)
         self.last = TransformerConv(32, classes)
 
-    def forward(self, x, edge_index):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.last(self.first(x, edge_index).relu(), edge_index)
 
 
 ALL_GOES_BACK, AS_LAUNCHED = 1 << 16, 1 << 20  # bytes of tensors that malloc gives back
-GRAPHS = {
+GRAPHS: dict[str, dict[str, Any]] = {
     "sparse": {"nodes": 160_000, "edges": 640_000, "features": 64},
     "dense": {"nodes": 40_000, "edges": 1_600_000, "features": 32},
     "wide": {"nodes": 60_000, "edges": 600_000, "features": 200},
@@ -235,11 +236,11 @@ def stored_result(runs: list[Any], workers: int, parts: int) -> tuple[float, ...
     return peak, read, written, max(max(run[4] for run in group) for group in groups)
 
 
-def stored_document(found: list[Any], load: float) -> str:
+def stored_document(args: argparse.Namespace, found: list[Any], load: float) -> str:
     lines = [
         "# Predicted traffic of a store",
         "",
-        f"{date.today()}, `python benchmarks/plan.py --stored`, {os.cpu_count()} cores, torch "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. The graphs of "
         "[plan.md](plan.md), mode 1, one thread for each worker. MB: read from and written to the "
         "store per epoch, of all workers. MiB at most: of the worker that takes most, from the "
@@ -258,7 +259,7 @@ def stored_document(found: list[Any], load: float) -> str:
         right.append(predicted == fits)
         cells = [*map(str, names), str(limit)]
         cells += [" and ".join("yes" if one else "no" for one in (predicted, fits))]
-        if measured is None or not predicted:
+        if measured is None or not predicted or not sum(measured[1:3]):
             cells += ["" if measured is None else f"{measured[0] / 2**20:.0f}", *[""] * 6]
         else:
             peak, read, written, seconds = measured
@@ -281,11 +282,11 @@ def stored_document(found: list[Any], load: float) -> str:
 # The documents ############################################################################
 
 
-def document(found: list[Any], load: float) -> str:
+def document(args: argparse.Namespace, found: list[Any], load: float) -> str:
     lines = [
         "# Predicted memory and time",
         "",
-        f"{date.today()}, `python benchmarks/plan.py`, {os.cpu_count()} cores, torch "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Synthetic graphs "
         "with power-law degrees: "
         + ", ".join(f"{k} ({v['nodes']:,} nodes, {v['edges']:,} edges, {v['features']} features)"
@@ -340,6 +341,7 @@ def main() -> None:
     parser.add_argument("--only", help="run the cases of this graph or model alone")
     parser.add_argument("--stored", action="store_true", help="parts in a store, with limits")
     parser.add_argument("--folder", help="where partitions and the store go for the time")
+    parser.add_argument("--shrink", type=int, default=1, help="graphs smaller by this factor")
     parser.add_argument("--rows", type=Path, help="file of rows: those of other runs are taken")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -348,6 +350,8 @@ def main() -> None:
     found: list[Any] = []
     if args.rows and args.rows.exists():
         found = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    for size in GRAPHS.values():
+        size["nodes"], size["edges"] = size["nodes"] // args.shrink, size["edges"] // args.shrink
     load = os.getloadavg()[0]
     make, write = (stored_rows, stored_document) if args.stored else (rows, document)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -356,7 +360,7 @@ def main() -> None:
             if args.rows:
                 with args.rows.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-            text = write(found, load)
+            text = write(args, found, load)
             if args.out:
                 args.out.write_text(text)
     print(text)

@@ -458,7 +458,8 @@ def build(model: str, inputs: int, classes: int, setting: Setting) -> nn.Module:
 
 def parameter_groups(model: nn.Module, setting: Setting) -> list[dict[str, Any]]:
     """Adam's groups: those with weight decay, and the others."""
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         decay = not name.endswith("bias") and (setting.decay_all or name.startswith("first."))
         (decayed if decay else others).append(parameter)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from command_line import command
 from pager import PlainFile, seconds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -196,22 +197,15 @@ def main() -> None:
         with disk_of(Path(folder), args.rate):
             rows = table(f"{folder}/parts", args)
             write, read = store_rates(Path(folder))
-    models = " ".join(args.models)
-    command = (
-        f"python benchmarks/recompute.py --nodes {args.nodes} --edges {args.edges} "
-        f"--dropout {args.dropout:g} --models {models} --rounds {args.rounds}"
-        + (f" --ways {' '.join(args.ways)}" if args.ways != list(WAYS) else "")
-        + (f" --rate {args.rate}" if args.rate else "")
-    )
     text = "\n".join(
         [
             "# Kept, as bits, or computed again",
             "",
-            f"{date.today()}, `{command}`, {os.cpu_count()} cores, one thread per worker, torch "
-            f"{torch.__version__}. Power-law graph of {args.nodes:,} nodes and {args.edges:,} "
-            f"edges. {PARTS} parts on one worker, a quarter of the memory. Per epoch. Plain writes "
-            f"to the store: {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s. Load at the start "
-            f"and at the end: {load:.1f} and {os.getloadavg()[0]:.1f}.",
+            f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, one thread per worker, "
+            f"torch {torch.__version__}. Power-law graph of {args.nodes:,} nodes and "
+            f"{args.edges:,} edges. {PARTS} parts on one worker, a quarter of the memory. Per "
+            f"epoch. Plain writes to the store: {write / 1e6:.0f} MB/s, reads {read / 1e6:.0f} "
+            f"MB/s. Load at the start and at the end: {load:.1f} and {os.getloadavg()[0]:.1f}.",
             "",
             *rows,
             "",

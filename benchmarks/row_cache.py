@@ -24,6 +24,7 @@ import numpy as np
 import pymetis
 import torch
 import torch_geometric
+from command_line import command
 from numpy.typing import NDArray
 from part_order import order_parts
 
@@ -202,16 +203,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
 
 
 def markdown(arguments: argparse.Namespace) -> str:
-    graphs = [problem(arguments.data / f"{name}.npz", arguments.parts, "metis") for name in GRAPHS]
-    default = [
-        problem(arguments.data / f"{name}.npz", arguments.parts, "balanced") for name in GRAPHS
-    ]
-    large = [random_problem(4_000_000, 64, 500_000), random_problem(10_000_000, 256, 200_000)]
+    files = [arguments.data / f"{name}.npz" for name in arguments.graphs]
+    graphs = [problem(file, arguments.parts, "metis") for file in files]
+    default = [problem(file, arguments.parts, "balanced") for file in files]
+    sizes = (4_000_000, 64, 500_000), (10_000_000, 256, 200_000)
+    large = [random_problem(n // arguments.shrink, p, h // arguments.shrink) for n, p, h in sizes]
     order_head = ("graph", "parts as numbered", "HongTu 5.3", "searched", "searched / numbered")
     lines = [
         "# A planned cache of rows",
         "",
-        f"{date.today()}, `python benchmarks/row_cache.py --data ../shared/data`, "
+        f"{date.today()}, `{command(arguments)}`, "
         f"{platform.machine()}, one thread, torch {torch.__version__}, torch-geometric "
         f"{torch_geometric.__version__}. {arguments.parts} parts by METIS, default options, "
         "unless another partitioner is named.",
@@ -283,7 +284,9 @@ def markdown(arguments: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--graphs", nargs="+", default=list(GRAPHS))
     parser.add_argument("--parts", type=int, default=32)
+    parser.add_argument("--shrink", type=int, default=1, help="drawn halos smaller by this factor")
     parser.add_argument("--out", type=Path, help="write the tables here as Markdown")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -86,9 +86,10 @@ def main() -> None:
                 task = root, given.hidden, int(data.y.max()) + 1, epochs, how, given.seeds
                 found = pyg_sar.launch(measured, given.workers, *task)[0]
                 first = first or found
+                spread = f" ± {statistics.stdev(found[0]):.2f}" if given.seeds > 1 else ""
                 print(
                     f"| {Path(graph.partition(':')[0]).stem} | {kind}, {epochs} epochs | "
-                    f"{statistics.mean(found[0]):.2f} ± {statistics.stdev(found[0]):.2f} | "
+                    f"{statistics.mean(found[0]):.2f}{spread} | "
                     f"{statistics.mean(found[1]):.0f} | {found[3] / first[3]:.2f} | "
                     f"{found[2] / first[2]:.2f} |",
                     flush=True,

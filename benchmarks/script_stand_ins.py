@@ -305,7 +305,7 @@ def put_stand_ins() -> None:
     """Puts stand-ins in the place of datasets."""
     for kind in StandIn.__subclasses__():
         setattr(torch_geometric.datasets, kind.__name__, kind)
-    real = torch_geometric.datasets.Planetoid
+    real: Any = torch_geometric.datasets.Planetoid
 
     class Planetoid(real):
         def __init__(self, root: str, name: str, *args: Any, **kwargs: Any) -> None:
@@ -314,8 +314,8 @@ def put_stand_ins() -> None:
 
     torch_geometric.datasets.Planetoid = Planetoid
     ogb, inner = types.ModuleType("ogb"), types.ModuleType("ogb.nodeproppred")
-    inner.PygNodePropPredDataset, inner.Evaluator = PygNodePropPredDataset, Evaluator
-    ogb.nodeproppred = inner
+    vars(inner).update(PygNodePropPredDataset=PygNodePropPredDataset, Evaluator=Evaluator)
+    vars(ogb)["nodeproppred"] = inner
     sys.modules.update({"ogb": ogb, "ogb.nodeproppred": inner})
     torch_geometric.logging.log = log
 

@@ -21,6 +21,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from command_line import command
 from partitions import read
 from torch import Tensor
 from tqdm import tqdm
@@ -74,14 +75,10 @@ Found = dict[tuple[str, int, int], dict[str, tuple[int, float]]]
 
 def document(found: Found, args: argparse.Namespace) -> str:
     others = [name for name in METHODS if name != "metis"]
-    parts = " ".join(map(str, args.parts))
-    names = "" if args.graphs is None else f"--graphs {' '.join(args.graphs)} "
     lines = [
         "# Streaming partitioners",
         "",
-        f"{date.today()}, `python benchmarks/streaming.py --data ../shared/data {names}"
-        f"--parts {parts} --synthetic {' '.join(map(str, args.synthetic))}`, "
-        f"{os.cpu_count()} cores, one thread, "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, one thread, "
         f"torch {torch.__version__}. Cut: edges between parts, of METIS (`metis`, even nodes only) "
         "as a number, of the others over METIS's. Rates: million edges of the graph a second of "
         "the processor's time. `one pass`, `three passes`: Fennel alone, to compare; the package "

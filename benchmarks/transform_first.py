@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.nn import GraphSAGE, MessagePassing
 from wire import CLASSES, power_law_graph
 
@@ -113,18 +114,14 @@ def main() -> None:
             for switch in ("1",) if workers == 1 else ("1", "0"):
                 rows.append(row_of(root, workers, switch, arguments))
                 print(*rows[-1])
-    command = (
-        f"python benchmarks/transform_first.py --nodes {arguments.nodes} --edges "
-        f"{arguments.edges} --features {arguments.features} --hidden {arguments.hidden} "
-        f"--epochs {arguments.epochs} --workers {' '.join(map(str, arguments.workers))}"
-    )
     text = "\n".join(
         [
             "# Maps before sums",
             "",
-            f"{date.today()}, `{command}`, {platform.machine()}, torch {torch.__version__}, "
-            f"torch-geometric {torch_geometric.__version__}. GraphSAGE {arguments.features} - "
-            f"{arguments.hidden} - {arguments.hidden} - {CLASSES} on {arguments.nodes:,} nodes "
+            f"{date.today()}, `{command(arguments)}`, {platform.machine()}, "
+            f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}. "
+            f"GraphSAGE {arguments.features} - {arguments.hidden} - {arguments.hidden} - "
+            f"{CLASSES} on {arguments.nodes:,} nodes "
             f"and {arguments.edges:,} edges with power-law degrees, METIS parts. Halo rows of an "
             "epoch of all workers; epochs with and without run in turn, and their ratio is the "
             "median over pairs.",

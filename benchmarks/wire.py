@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from command_line import command
 from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 
@@ -121,7 +122,7 @@ def rows_of(arguments: argparse.Namespace, data: Data, folder: Path) -> list[lis
 Measured = tuple[float, float, float, float]
 
 
-def entries(rounds: Sequence[tuple[Measured, Measured, Measured]]) -> list[str]:
+def entries(rounds: Sequence[tuple[Measured, ...]]) -> list[str]:
     """Ratios of one model and number of workers."""
 
     def ratio(number: int, above: int, below: int) -> str:
@@ -155,18 +156,13 @@ HEADER = [
 
 def markdown(arguments: argparse.Namespace, table: Sequence[Sequence[str]]) -> str:
     """The result as a document."""
-    command = (
-        f"python benchmarks/wire.py --nodes {arguments.nodes} --edges {arguments.edges} "
-        f"--features {arguments.features} --workers {' '.join(map(str, arguments.workers))} "
-        f"--models {' '.join(arguments.models)} --partition {arguments.partition} "
-        f"--epochs {arguments.epochs} --rounds {arguments.rounds}"
-    )
     lines = [
         "# The wire on one host",
         "",
-        f"{date.today()}, `{command}`, {platform.machine()}, {torch.get_num_threads()} core(s), "
-        f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}. Graph with "
-        f"power-law degrees of {arguments.nodes:,} nodes and {arguments.edges:,} edges. One "
+        f"{date.today()}, `{command(arguments)}`, {platform.machine()}, "
+        f"{torch.get_num_threads()} core(s), torch {torch.__version__}, "
+        f"torch-geometric {torch_geometric.__version__}. Graph with power-law degrees of "
+        f"{arguments.nodes:,} nodes and {arguments.edges:,} edges. One "
         "worker has two threads, several have one each. Peak memory is the resident set of the "
         "largest worker; with shared memory it counts what a worker maps of others."
         + f" {arguments.note}".rstrip(),

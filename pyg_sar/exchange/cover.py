@@ -161,7 +161,7 @@ def _solver(
         order, starts = sort_edges(source, num_sources)
         given = starts.long(), target.index_select(0, order).int(), num_targets
         return lambda *costs: Cover(*run(torch.ops.pyg_sar.minimum_cover, *given, *costs))
-    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # seconds to import
+    from scipy.sparse import csr_array  # seconds to import
 
     j, i = source.numpy().astype(np.int64), target.numpy().astype(np.int64)
     graph = csr_array((np.ones(j.size, np.int8), (j, i)), shape=(num_sources, num_targets))
@@ -181,7 +181,7 @@ def _by_matching(
     graph: Any, pull: int, push: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
     """Sources and targets that alternating paths from unmatched sources reach, and the bound."""
-    from scipy.sparse.csgraph import maximum_bipartite_matching  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
     mate = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
     matched = mate >= 0

@@ -345,7 +345,7 @@ def _near(
 
 
 def _tree(points: Array) -> Any:
-    from scipy.spatial import cKDTree  # type: ignore[import-untyped]  # a tenth of a second
+    from scipy.spatial import cKDTree  # a tenth of a second
 
     return cKDTree(points)
 
