@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 # Workers share the cores: one thread each, set before torch starts its pools; inherited by them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# A thread that wakes lets the running one go on: it would only wait, spinning, for what that holds.
+with suppress(AttributeError, OSError):  # Elsewhere than on Linux, or not allowed.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Triton reads this when it is imported; `make test-gpu` sets 0, and its kernels run on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

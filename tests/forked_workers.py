@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -36,6 +37,8 @@ from torch_geometric import nn, template
 
 import pyg_sar
 from pyg_sar.comm.launch import _environment, _Worker, _worker_main
+from pyg_sar.kernels import ops
+from pyg_sar.store import pager
 
 Start = Callable[[int, Mapping[str, str]], _Worker]
 
@@ -68,8 +71,12 @@ def import_everything() -> None:
         if not module.name.endswith(NOT_ONCE):
             importlib.import_module(module.name)
     keep_compiled_templates()
+    ops.why_missing(), pager.why_missing()  # Loads the libraries.
     # Notes which file each module is of, as registering operators asks of all modules.
     inspect.getmodule(compile("", "no file", "exec"))
+    # A worker's end needn't take out the operators that the modules registered, one by one.
+    for registered in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        registered.atexit = False
 
 
 def keep_compiled_templates() -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -227,26 +227,27 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, CodeType):
             make, given = self.dispatch_table[CodeType](obj)
             return make, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in given)
+        if isinstance(obj, FunctionType | type):
+            _send_generated_by_value(str(getattr(obj, "__module__", "")))
         return super().reducer_override(obj)
 
 
-def _send_generated_by_value() -> None:
-    """Lets cloudpickle send the functions that PyG has generated for modules' classes by value.
+def _send_generated_by_value(name: str) -> None:
+    """Lets cloudpickle send a function that PyG has generated for a module's class by value.
 
     PyG writes ``propagate`` and ``edge_updater`` of a layer's class, and ``forward`` of a
     ``Sequential``, to a temporary file when one is first built, and imports it under a name that no
     other process can import.
     """
-    for name, module in list(sys.modules.items()):
-        if name.endswith(("_propagate", "_edge_updater")) or "sequential_Sequential_" in name:
-            file = os.path.basename(getattr(module, "__file__", None) or "")
-            if file.startswith(f"{name}_"):
-                cloudpickle.register_pickle_by_value(module)
+    if name.endswith(("_propagate", "_edge_updater")) or "sequential_Sequential_" in name:
+        module = sys.modules.get(name)
+        file = os.path.basename(getattr(module, "__file__", None) or "")
+        if module is not None and file.startswith(f"{name}_"):
+            cloudpickle.register_pickle_by_value(module)
 
 
 def _pack(value: Any, what: str, rank: int) -> bytes:
     try:
-        _send_generated_by_value()
         buffer = io.BytesIO()
         _Pickler(buffer).dump(value)
         return buffer.getvalue()

@@ -267,7 +267,7 @@ def plain(value: Any) -> str | None:
 def _arguments(kind: Any) -> frozenset[str]:
     """Returns the names of the arguments that a class's constructors take."""
     found: set[str] = set()
-    for base in kind.__mro__:
+    for base in kind.__mro__[:-1]:
         with suppress(KeyError, TypeError, ValueError):
             found.update(inspect.signature(base.__dict__["__init__"]).parameters)
     return frozenset(found)
