@@ -295,8 +295,9 @@ def of_layers(root: Any, names: list[str], policies: list[SARPolicy]) -> list[An
 
 @pytest.mark.parametrize(("start", "world"), [(workers, 3), (parts, 4)])
 def test_layers_have_derivatives_of_derivatives_in_modes_1_and_2(start, world, tmp_path):
-    data, names = make_graph(), some(list(EVERY), start.__name__, 8)
-    names = [*names, *(name for name in (*ALWAYS, *NEED_MODE_3) if name not in names)]
+    data, names = make_graph(), some(list(EVERY), start.__name__, 4)
+    fixed = *ALWAYS, *NEED_MODE_3, "gcn, learned weights"  # whose empty lists torch.cat joins
+    names = [*names, *(name for name in fixed if name not in names)]
     expected = []
     for name in names:
         make, *arguments = EVERY[name]

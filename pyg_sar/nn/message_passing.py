@@ -60,6 +60,7 @@ from pyg_sar.nn.model_draws import (
 )
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
+    JoinsOfNothing,
     as_kept,
     charged,
     first_target_filled,
@@ -535,6 +536,7 @@ class DistMessagePassing(MessagePassing):
                 keeping_rows(self, edges) if keeps else nullcontext(),
                 kept_normalisation(self, edges[0], bound) if caches else nullcontext(),
                 transforming_first(self) if maps else nullcontext(),
+                nullcontext() if edges[0].size(1) else JoinsOfNothing(),
             ):
                 return super().__call__(*args, **kwargs)
         except Exception as error:

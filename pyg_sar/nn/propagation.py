@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import (
     APPNP,
@@ -321,6 +322,24 @@ def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[No
         fresh = isinstance(value, Tensor) and value is not before.get(name)
         if fresh and value.dim() and value.size(0) == columns.numel():
             layer.__dict__[name] = value.index_select(0, columns.argsort())
+
+
+class JoinsOfNothing(TorchFunctionMode):
+    """Keeps the gradients of edges' numbers where a worker has no edges.
+
+    Of a tensor of shape ``[0]`` that was joined to others, PyTorch's ``torch.cat`` gives a gradient
+    that has no derivatives: this worker would call other operators than the others.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.cat, torch.concat, torch.concatenate) and args:
+            for part in args[0]:
+                if isinstance(part, Tensor) and part.requires_grad and part.shape == (0,):
+                    out = out + part.sum()
+        return out
 
 
 # What these make of edges depends on texts and switches among the layer's attributes alone.
