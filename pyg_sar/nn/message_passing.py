@@ -528,6 +528,8 @@ class DistMessagePassing(MessagePassing):
         caches = self.__dict__.get("cached") is False and "_cached_edge_index" in self.__dict__
         maps = known_base(own) is not None
         bound = partial(self._bound, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            nothing = edges[0].size(1) == 0
         try:
             facts = self.__dict__.get("_facts")
             if facts is not None and facts.before_tiles:
@@ -536,7 +538,7 @@ class DistMessagePassing(MessagePassing):
                 keeping_rows(self, edges) if keeps else nullcontext(),
                 kept_normalisation(self, edges[0], bound) if caches else nullcontext(),
                 transforming_first(self) if maps else nullcontext(),
-                nullcontext() if edges[0].size(1) else JoinsOfNothing(),
+                JoinsOfNothing() if nothing else nullcontext(),
             ):
                 return super().__call__(*args, **kwargs)
         except Exception as error:
