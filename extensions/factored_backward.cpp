@@ -4,15 +4,17 @@
 //   A_i = exp(q_i - m_i) / n_i,   B_i = exp(slope q_i - m_i) / n_i:
 //
 // once per call, each target gets a row of A, B, delta and q, and each segment exp(k), exp(slope k)
-// and k. No factor overflows: m_i is no less than the score of any edge to i, but for rounding, and leaky(z) = max(z, slope z),
-// so that q_i - m_i <= -k_j and slope q_i - m_i <= -slope k_j. Keys are at most 12 in size, or this isn't done; n_i, which has
-// such an edge's weight, is 4e-11 at least. Rows of targets without an edge may hold anything: they are not read.
+// and k. No factor overflows: m_i is no less than the score of any edge to i, but for rounding, and
+// leaky(z) = max(z, slope z), so that q_i - m_i <= -k_j and slope q_i - m_i <= -slope k_j. Keys are
+// at most 12 in size, or this isn't done; n_i, which has such an edge's weight, is 4e-11 at least.
+// Rows of targets without an edge may hold anything: they are not read.
 //
-// Which product is larger says what the weight is, but not the slope: near 0 both may round to the same. That is asked of the
-// sign of k_j + q_i itself.
+// Which product is larger says what the weight is, but not the slope: near 0 both may round to the
+// same. That is asked of the sign of k_j + q_i itself.
 //
-// Edges are taken in groups whose heads fill a register, [edge, head]: what is done per edge and head is done once per group. A
-// group's gradients of outputs are read from memory once, for their inner products with the value; then they are in the cache.
+// Edges are taken in groups whose heads fill a register, [edge, head]: what is done per edge and
+// head is done once per group. A group's gradients of outputs are read from memory once, for their
+// inner products with the value; they are in the nearest cache when they are summed.
 
 #undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
 
@@ -33,12 +35,6 @@ constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // How a head lies in registers: fills its own, or half of one, or leaves lanes of its last one.
 enum class Layout { kWhole, kHalf, kMasked };
-
-constexpr int power_of_two_from(int least) {  // as std::bit_ceil of C++20
-  int power = 1;
-  while (power < least) power *= 2;
-  return power;
-}
 
 // Rows that are made once per call; of kPadded numbers per part.
 template <int kHeads>

@@ -25,6 +25,12 @@ using Lanes = Vector<float, kFull>;
 using Places = Vector<int32_t, kFull>;
 constexpr auto kAllLanes = std::make_integer_sequence<int, kFull>{};
 
+constexpr int power_of_two_from(int least) {  // as std::bit_ceil of C++20
+  int power = 1;
+  while (power < least) power *= 2;
+  return power;
+}
+
 // Whether factors give the scores, and the processor has the registers.
 inline bool is_factored(const Terms<float>& t) {
   const bool bits = t.drop_key == nullptr || t.drop_words == 1;

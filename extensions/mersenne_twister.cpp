@@ -18,15 +18,16 @@ constexpr int64_t kTwist = 624, kApart = 397;
 constexpr int64_t kAhead = 24;         // rows that are fetched before they are drawn
 constexpr int64_t kStateBytes = 5056;  // of torch.get_rng_state()
 
-// How torch.get_rng_state() begins (at::CPUGeneratorImplStateLegacy); `left` is one more than the words that are left.
+// How torch.get_rng_state() begins (at::CPUGeneratorImplStateLegacy); `left` is one more than the words
+// that are left.
 struct Saved {
   uint64_t seed;
   int32_t left, seeded;
   uint64_t next, words[kTwist];
 };
 
-// Values of two words each, of which an array has kValues: where an odd number of words was taken before, the first
-// one's first word is the array's before.
+// Values of two words each, of which an array has kValues. Where an odd number of words was taken before,
+// the first word of an array's first value is the last of the array before.
 class Values {
  public:
   Values(const Saved& saved, uint64_t bound)
@@ -102,17 +103,19 @@ class Values {
   }
 };
 
-// Row k of the first result: row ids[k]. `order`: what puts ids in ascending order; null: they are in it.
+// Row k of the first result [n, width] is row ids[k] of all, true with probability p; the second is the
+// generator's state after all rows. `order`: places of ids in ascending order; null: they are in it.
 std::tuple<Tensor, Tensor> bernoulli_rows_cpu(const Tensor& state, const Tensor& ids, const OptionalTensor& order,
                                               int64_t total, int64_t width, double p) {
   CHECK_VALUE(p >= 0 && p <= 1, "bernoulli_rows: expected 'p' in [0, 1] (got ", p, ")");
   CHECK_VALUE(width >= 0, "bernoulli_rows: expected 'width' >= 0 (got ", width, ")");
   CHECK_VALUE(ids.dim() == 1, "bernoulli_rows: expected 'ids' of shape [n] (got ", ids.sizes(), ")");
-  CHECK_DTYPE(ids.scalar_type() == kLong, "bernoulli_rows: expected int64 'ids' (got ", ids.scalar_type(), ")");
+  CHECK_DTYPE(ids.scalar_type() == kLong, "bernoulli_rows: expected int64 'ids' (got ",
+              ids.scalar_type(), ")");
   CHECK_VALUE(!order.has_value() || (order->dim() == 1 && order->numel() == ids.numel()),
               "bernoulli_rows: expected 'order' of shape ", ids.sizes());
-  CHECK_DTYPE(!order.has_value() || order->scalar_type() == kInt, "bernoulli_rows: expected int32 'order' (got ",
-              order->scalar_type(), ")");
+  CHECK_DTYPE(!order.has_value() || order->scalar_type() == kInt,
+              "bernoulli_rows: expected int32 'order' (got ", order->scalar_type(), ")");
   CHECK_VALUE(state.dim() == 1 && state.numel() == kStateBytes && state.scalar_type() == ScalarType::Byte,
               "bernoulli_rows: expected 'state' of torch.get_rng_state() (got shape ", state.sizes(), ")");
   const Tensor out = empty({ids.size(0), width}, kBool), after = torch::stable::clone(state);

@@ -5,9 +5,9 @@ of its own. :func:`draw` gives it these rows, in one of two strengths:
 
 * ``'same'``: the rows of the tensor that one process would draw from PyTorch's generator. Each
   worker draws all :math:`N` rows, in one process's order, and keeps its own. Its generator is left
-  as one process's would be. :math:`O(N)` work, for ``bernoulli_`` (dropout) a thirtieth of it where
-  PyTorch's generator is the Mersenne twister of :func:`bernoulli_rows`; memory for a piece of the
-  rows where PyTorch's generator gives the same numbers piece by piece, else for all of them.
+  as one process's would be. :math:`O(N)` work; memory for a piece of the rows where PyTorch's
+  generator gives the same numbers piece by piece, else for all of them. Of ``bernoulli_``
+  (dropout), :func:`bernoulli_rows` passes over others' rows, with memory for own ones.
 * ``'keyed'``: a row is a function of its number and of a key (Philox4x32-10,
   :func:`philox_rows`). The key is drawn from PyTorch's generator, once for each call.
   :math:`O(n)` work and memory for :math:`n` own rows.
@@ -346,9 +346,23 @@ def bernoulli_rows(
 ) -> Tensor:
     """Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``, as bool.
 
-    Arguments as of :func:`drawn_rows` and :func:`draw`. A kernel passes over what belongs to other
-    rows, at a thirtieth of what drawing them takes, where PyTorch's generator is as the kernel
-    takes it to be.
+    A kernel passes over what belongs to other rows, where PyTorch draws as the kernel does: a value
+    takes two words :math:`a, b` of 32 bits of a Mersenne twister, and is true where
+    :math:`((2^{32} a + b) \\bmod 2^{53}) / 2^{53} < p`. Elsewhere :func:`drawn_rows` draws them.
+
+    Args:
+        p: The probability, in [0, 1].
+        rest: The shape of a row.
+        ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
+        total: Rows of the whole tensor.
+        dtype: Of the tensor that one process fills.
+        order: Returns :func:`ascending` of the ids, where somebody keeps it.
+
+    Returns:
+        ``[n, *rest]``, bool.
+
+    Raises:
+        RuntimeError: An id is not in ``[0, total)``.
     """
     if not _is_mersenne_twister(dtype) or ids.numel() >= 2**31:
         make = lambda shape: torch.empty(shape, dtype=dtype).bernoulli_(p)  # noqa: E731

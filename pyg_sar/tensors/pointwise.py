@@ -234,7 +234,7 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | Non
     It is drawn in one process's order, a piece at a time: see :mod:`pyg_sar.space.draws`.
 
     Args:
-        p: Of ``bernoulli_(p)``, if ``draw`` is that.
+        p: Of ``bernoulli_(p)``, if ``draw`` is that; the rows are bool then.
     """
     before, rest = list(source.shape[: source.axis]), source.shape[source.axis + 1 :]
     repeats, total, ids = prod(before), source.rows.total, source.rows.ids
@@ -246,7 +246,7 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | Non
         return draw(torch.empty(shape, dtype=source.dtype, device=source.device))
 
     if p is not None and 0 <= p <= 1 and source.device.type == "cpu":
-        drawn = bernoulli_rows(p, rest, ids, repeats * total, source.dtype)  # bool
+        drawn = bernoulli_rows(p, rest, ids, repeats * total, source.dtype)
     else:
         drawn = drawn_rows(make, rest, ids, repeats * total, source.device)
     return drawn.view(*before, source.rows.count, *rest)
