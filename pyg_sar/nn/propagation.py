@@ -334,9 +334,10 @@ class JoinsOfNothing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.cat, torch.concat, torch.concatenate) and args:
-            for part in args[0]:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            for part in args[0] if args else kwargs["tensors"]:
                 if isinstance(part, Tensor) and part.requires_grad and part.shape == (0,):
                     out = out + part.sum()
         return out
