@@ -60,8 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tells all tests, and what they start, whether all combinations are asked for."""
-    if config.getoption("--all"):
+    """Tells all tests, and what they start, whether all combinations are asked for.
+
+    The document of ``--coverage-out`` has all of them.
+    """
+    if config.getoption("--all") or config.getoption("--coverage-out"):
         os.environ[combinations.SWITCH] = "1"
 
 

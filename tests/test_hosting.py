@@ -38,6 +38,7 @@ from oracle import (
     whole,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
@@ -46,7 +47,7 @@ from pyg_sar import SARPolicy
 from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.hosting import check_parts
-from pyg_sar.comm.turns import Turns
+from pyg_sar.comm.turns import SETTINGS, Turns
 from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
 from pyg_sar.nn import NodeEmbedding
 
@@ -287,34 +288,47 @@ def test_each_part_draws_its_own_random_numbers():
     assert pyg_sar.launch(worker, 3, parts=4, timeout=30.0) == expected
 
 
-def test_each_part_has_a_default_dtype_of_its_own():
-    """One that part 0 sets back while the others are still in between is not theirs."""
+def test_each_part_has_settings_of_its_own():
+    """What part 0 sets while the others are still in between is not theirs."""
 
-    def worker() -> list[torch.dtype]:
+    def worker() -> list[list[Any]]:
         found = []
-        for dtype in (torch.float64, torch.float32):
+        for on, dtype in ((True, torch.float64), (False, torch.float32)):
             torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(on, warn_only=on)
+            torch.backends.mha.set_fastpath_enabled(not on)
             current().barrier()
-            found.append(torch.ones(1).dtype)
+            found.append([torch.ones(1).dtype, *(read() for read, _ in SETTINGS)])
         return found
 
-    assert host(worker, 3) == [[torch.float64, torch.float32]] * 3
+    start = [read() for read, _ in SETTINGS]
+    first, second, third = host(worker, 3)
+    assert first == second == third
+    changed, restored = first
+    assert restored == [torch.float32, *start] == [torch.float32, *(r() for r, _ in SETTINGS)]
+    assert changed[:2] == [torch.float64] * 2
+    assert changed[3:5] == [(True, True), False]
 
 
-def test_anomalies_are_detected_where_a_part_says_so():
-    """Parts enter and leave the context in turn: left on, one process's gradients would differ."""
+def test_contexts_end_where_a_part_ends_them():
+    """Parts enter and leave a context in turn: it would stay on, or off, for all of the process."""
+    flash = torch.backends.cuda.flash_sdp_enabled
 
-    def worker() -> list[bool]:
+    def worker() -> list[tuple[bool, bool]]:
         found = []
         for _ in range(2):
-            with torch.autograd.set_detect_anomaly(True):
+            with (
+                torch.autograd.set_detect_anomaly(True),
+                sdpa_kernel(SDPBackend.MATH),
+            ):
                 current().barrier()
-                found.append(torch.is_anomaly_enabled())
-            found.append(torch.is_anomaly_enabled())
+                found.append((torch.is_anomaly_enabled(), flash()))
+            found.append((torch.is_anomaly_enabled(), flash()))
         return found
 
-    assert host(worker, 3) == [[True, False] * 2] * 3
+    assert host(worker, 3) == [[(True, False), (False, True)] * 2] * 3
     assert not torch.is_anomaly_enabled()
+    assert flash()
 
 
 def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

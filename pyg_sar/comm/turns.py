@@ -20,15 +20,36 @@ STEP = 0.5  # The same where only threads of this process can change anything.
 
 
 _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
+_SDP = torch.backends.cuda
+
+SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda held: torch.set_anomaly_enabled(*held),
+    ),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda held: torch.use_deterministic_algorithms(held[0], warn_only=held[1]),
+    ),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    (_SDP.flash_sdp_enabled, _SDP.enable_flash_sdp),
+    (_SDP.mem_efficient_sdp_enabled, _SDP.enable_mem_efficient_sdp),
+    (_SDP.math_sdp_enabled, _SDP.enable_math_sdp),
+    (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
+)
+"""Settings of a whole process that a part may change: how each is read, and set."""
 
 
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
-    PyTorch's default dtype, and whether it detects anomalies. NumPy's state takes longest to read
-    and to write: both are left out where its words are known, and no normal number waits beside
-    them.
+    The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
+    :data:`SETTINGS`. NumPy's state takes longest to read and to write: both are left out where its
+    words are known, and no normal number waits beside them.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
@@ -50,8 +71,7 @@ class ProcessState:
             if self.words and self.numpy[3]:  # Whether it was taken, the words don't tell.
                 self.words = b""
         self.python = random.getstate()
-        self.dtype = torch.get_default_dtype()
-        self.anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+        self.settings = [read() for read, _ in SETTINGS]
 
     def restore(self, held: ProcessState) -> None:
         """Makes the generators go on from here, and the process have these settings.
@@ -63,8 +83,9 @@ class ProcessState:
         if not self.words or self.words != held.words:
             np.random.set_state(self.numpy)
         random.setstate(self.python)
-        torch.set_default_dtype(self.dtype)
-        torch.set_anomaly_enabled(*self.anomalies)
+        if self.settings != held.settings:
+            for (_, write), value in zip(SETTINGS, self.settings, strict=True):
+                write(value)
 
 
 class Turns:
