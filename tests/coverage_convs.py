@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from coverage_case import Case
@@ -37,16 +36,6 @@ def rgat(*args: Any, **kwargs: Any) -> Any:
     layer = gnn.RGATConv(*args, **kwargs)
     torch.nn.init.constant_(layer.l2, 1 / layer.out_channels)
     return layer
-
-
-def with_knn(make: Any) -> Any:
-    """Builds a layer though the package that finds neighbours is absent."""
-
-    def build() -> Any:
-        with mock.patch("torch_geometric.typing.WITH_KNN", True):
-            return make()
-
-    return build
 
 
 # Hetero layers on one node type ##############################################
@@ -136,9 +125,8 @@ CONVS: dict[str, Cases] = {
         "pair": conv(gnn.GraphConv, (C, C), OUT, call=PAIR),
     },
     "GravNetConv": {"": Case(
-        make=with_knn(lambda: gnn.GravNetConv(C, OUT, 3, 4, 2)),
-        args="x", call=lambda m, g: m(g.x), refused="no edges of which it is known",
-        why="builds a k-nearest-neighbour graph from the features in every pass")},
+        make=lambda: gnn.GravNetConv(C, OUT, 3, 4, 2), unavailable=True,
+        why="joins nearest neighbours by an operator of pyg-lib, which distributed tensors take")},
     "GatedGraphConv": {
         "": conv(gnn.GatedGraphConv, C, 2),
         "mean, weights": conv(gnn.GatedGraphConv, C, 3, aggr="mean", call=WEIGHT),
@@ -302,9 +290,8 @@ CONVS: dict[str, Cases] = {
                            one_shot=True),
     },
     "DynamicEdgeConv": {"": Case(
-        make=with_knn(lambda: gnn.DynamicEdgeConv(mlp(2 * C), 2)),
-        args="x", call=lambda m, g: m(g.x), refused="no edges of which it is known",
-        why="builds a k-nearest-neighbour graph from the features in every pass")},
+        make=lambda: gnn.DynamicEdgeConv(mlp(2 * C), 2), unavailable=True,
+        why="joins nearest neighbours by an operator of pyg-lib, which distributed tensors take")},
     "XConv": {"": Case(
         make=lambda: None, no_layer=True,
         why="joins nearest neighbours by an operator of torch-cluster or pyg-lib")},

@@ -16,7 +16,7 @@ HEADINGS = {
     "models": "Models (`torch_geometric.nn.models`)",
 }
 VERDICTS = {EXACT: "yes", REFUSED: "no", UNAVAILABLE: "not here", NO_LAYER: "none"}
-OWN_EDGES = {"DynamicEdgeConv", "GravNetConv", "HypergraphConv"}
+OWN_EDGES = {"HypergraphConv"}
 COLUMNS = (
     "class", "options", "runs", "strategy", "case", "float64", "float32", "bfloat16",
     "rows / shard", "bytes / one shot",
@@ -34,8 +34,7 @@ duplicates and isolated nodes.
 * **runs**: *yes*: outputs and gradients of inputs, edge attributes and parameters are those of one
   process. *no*: an error says by name why not. *not here*: PyG itself can't build it without a
   package or a GPU. *none*: no layer. The shares below are of the classes that PyG can build here
-  and that work on given edges between nodes: not of those that join nearest neighbours in every
-  pass, or nodes to hyperedges, which are refused by name.
+  and that work on edges between nodes: not of `HypergraphConv`, which is refused by name.
 * **strategy**: *sequential* aggregates one source worker at a time; *chunked* goes by chunks of
   targets; *one_shot* fetches the whole halo; *none* exchanges no node rows by message passing.
 * **case**: 2 where the backward pass needs the source rows, 1 where not.

@@ -244,10 +244,9 @@ def test_classes_that_override_what_layers_run_by_are_right_or_refused(root: Pat
                 torch.testing.assert_close(result, right, rtol=1e-9, atol=1e-9, msg=kind.__name__)
 
 
-def explained_and_trained(root: Path | None) -> Any:
-    """A layer that is explained, and then trained again."""
+def explained_and_trained(root: Path | None, layer: Any) -> Any:
+    """A layer that was explained, comes from another process, is explained again, and trained."""
     data = GRAPH if root is None else pyg_sar.load_partition(root)
-    layer: Any = build(lambda: gnn.SAGEConv(6, 5))
     layer = layer if root is None else pyg_sar.distribute(layer)
     layer.explain = True
     layer.explain = False
@@ -257,8 +256,11 @@ def explained_and_trained(root: Path | None) -> Any:
 
 
 def test_a_layer_that_was_explained_runs_as_before(root: Path):
-    expected = explained_and_trained(None)
-    for found in workers(explained_and_trained, 2, root):
+    layer: Any = build(lambda: gnn.SAGEConv(6, 5))
+    layer.explain = False
+    given = copy.deepcopy(layer)
+    expected = explained_and_trained(None, layer)
+    for found in workers(explained_and_trained, 2, root, given):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -73,19 +73,34 @@ def replaced_entry(layer: Any) -> str:
         own = vars(layer).get("forward")
         return "forward" if own is not None and home_of(own) != "pyg_sar" else ""
     for name in ("propagate", "edge_updater", "__call__"):
-        compiled = [getattr(kind, f"_{how}_{name}", None) for how in ("orig", "jinja")]
         own = vars(layer).get(name)
         definer = next(base for base in kind.__mro__ if name in vars(base))
-        method = vars(definer)[name]
-        by_pyg = f"{definer.__module__}_{definer.__name__}_{name}"
         standing_in = own is None or home_of(own) == "pyg_sar"
-        if not standing_in and getattr(own, "__func__", own) not in compiled:
+        if not (standing_in or is_compiled(own, kind, name)):
             return name
+        method = vars(definer)[name]
         if home_of(method) not in ("torch_geometric", "pyg_sar", "torch") and (
-            method.__module__ != by_pyg
+            method.__module__ != _compiled_in(definer, name)
         ):
             return name
     return ""
+
+
+def is_compiled(method: Any, kind: Any, name: str) -> bool:
+    """Returns whether a method is what PyG has put in the place of one of a class.
+
+    A copy that came from another process is another function, of a module of the same name.
+    """
+    function = getattr(method, "__func__", method)
+    module = getattr(function, "__globals__", {}).get("__name__")
+    return function in [
+        getattr(kind, f"_{how}_{name}", None) for how in ("orig", "jinja")
+    ] or module in [_compiled_in(base, name) for base in kind.__mro__]
+
+
+def _compiled_in(kind: type, name: str) -> str:
+    """Returns the module that PyG makes for a method of a class."""
+    return f"{kind.__module__}_{kind.__name__}_{name}"
 
 
 def has_own(layer: nn.Module, method: str) -> bool:

@@ -36,7 +36,7 @@ from torch_geometric.typing import SparseTensor
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names
-from pyg_sar.message.row_modules import replaced_entry
+from pyg_sar.message.row_modules import is_compiled, replaced_entry
 from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
@@ -77,8 +77,8 @@ def refuse_entry(layer: Any, rank: int) -> None:
             f"the user's (rank {rank}), which would see the rows of one worker: do that in "
             "message(), aggregate() or update(), or in the model's forward()"
         )
-    left = getattr(vars(layer).get("propagate"), "__func__", None)
-    if left is not None and left in (type(layer)._orig_propagate, type(layer)._jinja_propagate):
+    left = vars(layer).get("propagate")
+    if left is not None and is_compiled(left, type(layer), "propagate"):
         del vars(layer)["propagate"]
 
 
