@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from pyg_sar.errors import StoreError
-from pyg_sar.store.pager import Pager
+from pyg_sar.store.pager import Pager, PagerCounters
 from pyg_sar.store.row_file import RowFile
 from pyg_sar.wording import counted
 
@@ -51,12 +51,6 @@ LIBRARIES = ("pyg_sar.nn", "pyg_sar.tools")
 """Modules that import, with all that they need, what parts compute with: about 100 MiB."""
 AT_ONCE = 3
 """Tensors as large as the largest one that a part needs in memory together, about."""
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory(workers: int) -> int:
@@ -93,12 +87,18 @@ class PartStore:
         self.cache_bytes = memory // CACHES
         for name in LIBRARIES:  # Else the first part's turn loads them, and they count as its own.
             import_module(name)
-        self._start = resident_bytes()
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._statm = open("/proc/self/statm", "rb")  # noqa: SIM115 (each turn reads it)
+        self._start = self._resident()
         self._pager = Pager(parts, memory, directory)
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._slots, self._fixed = 0, None  # type: int, int | None
         self._arena: int | None = None
         self._saving: list[SavedBits] = []
+
+    def _resident(self) -> int:
+        """Bytes of this process in memory."""
+        return int(os.pread(self._statm.fileno(), 64, 0).split()[1]) * self._page
 
     def saving(self) -> SavedBits:
         """Has a part's ReLU and dropout save bits, on the thread that enters it."""
@@ -119,7 +119,9 @@ class PartStore:
 
     def check(self) -> None:
         """Raises :class:`StoreError` where an operation has needed more than the memory."""
-        found = self._pager.counters()
+        self._check(self._pager.counters())
+
+    def _check(self, found: PagerCounters) -> None:
         if found.overrun_bytes > self._overrun:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
             raise StoreError(
@@ -140,11 +142,12 @@ class PartStore:
         Raises:
             StoreError: That is too little, or an operation has needed more.
         """
-        self.check()
+        found = self._pager.counters()
+        self._check(found)
         if self._fixed is not None:
             self._pager.budget = max(self._fixed - self._slots, 1)
             return
-        other = resident_bytes() - self._start - self._pager.counters().resident_bytes
+        other = self._resident() - self._start - found.resident_bytes
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
             raise StoreError(
@@ -280,6 +283,7 @@ class PartStore:
         if self.rows is not None:
             self.rows.close()
         self._pager.close()
+        self._statm.close()
 
 
 # Bits of what ReLU and dropout save ##########################################
