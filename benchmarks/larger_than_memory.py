@@ -3,8 +3,9 @@
     python benchmarks/larger_than_memory.py --out larger_than_memory.md
 
 SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm) on a power-law
-graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
-limit), and with a limit of a half and of a quarter of what that took, the rest in a store on disk.
+graph. Plain PyG trains on the whole graph, then one process of pyg_sar; then one worker hosts P
+parts, all in memory (no limit), and with a limit of a half and of a quarter of what that took, the
+rest in a store on disk.
 Deep models (DeeperGCN: ``DeepGCNLayer`` of ``GENConv`` with a learned softmax) on a fixed memory:
 
     python benchmarks/larger_than_memory.py --nodes 20000 --edges 200000 --parts 16 \
@@ -43,6 +44,7 @@ from tqdm import tqdm
 import pyg_sar
 from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.partition.storage import merge_partitions
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 CLASSES = 8
@@ -82,6 +84,7 @@ MODELS: dict[str, Any] = {
     "deepergcn-8": lambda features: DeeperGCN(features, 64, 8),
     "deepergcn-32": lambda features: DeeperGCN(features, 64, 32),
 }
+PLAIN = "plain PyG"
 SHARES = {"no limit": None, "a half": 2, "a quarter": 4}
 CPU = torch.device("cpu")
 
@@ -139,7 +142,7 @@ def memory_group(limit: int | None) -> Iterator[Path | None]:
 
 
 def measure(
-    root: str, model_name: str, epochs: int, group: Path | None
+    root: str, model_name: str, epochs: int, group: Path | None, plain: bool
 ) -> tuple[int, int, list[list[int]], Any]:
     """A part's: bytes at its start, at most; bytes read and written by epoch; times and losses."""
     start = 0
@@ -147,9 +150,10 @@ def measure(
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(CPU)
-    data = pyg_sar.load_partition(root)
+    data = merge_partitions(root) if plain else pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[model_name](data.num_features))
+    model = MODELS[model_name](data.num_features)
+    model = model if plain else pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     host: Any = getattr(pyg_sar.comm.current(), "host", None)
     moved, times, losses = [], [], []
@@ -166,14 +170,16 @@ def measure(
     return start, peak_memory(CPU), moved, (times[1:], losses)
 
 
-def row(root: str, model: str, epochs: int, parts: int, limit: int | None, store: Any) -> Measured:
+def row(
+    root: str, model: str, epochs: int, parts: int, name: str, limit: int | None, store: Any
+) -> Measured:
     """Trains in a fresh process."""
     how: dict[str, Any] = {} if parts == 1 else {"parts": parts}
     if limit is not None:
         how |= {"memory": limit, "store": store}
     threads = len(os.sched_getaffinity(0))
     with memory_group(limit) as group:
-        given = root, model, epochs, group
+        given = root, model, epochs, group, name == PLAIN
         found = pyg_sar.launch(measure, 1, *given, threads_per_worker=threads, **how)
     _, _, moved, (times, losses) = found[-1]
     read, written = ((b - a) / epochs for a, b in zip(moved[0], moved[-1], strict=True))
@@ -199,15 +205,15 @@ def run(args: argparse.Namespace, folder: Path, refused: list[str]) -> Iterator[
     for model, parts in tqdm(cases, desc="larger than memory"):
         free: Measured | None = None
         shares = SHARES if args.memory is None else {"no limit": None, "fixed": 1}
-        for name, share in shares.items() if parts > 1 else [("one process", None)]:
+        for name, share in (shares if parts > 1 else dict.fromkeys([PLAIN, "one process"])).items():
             limit = None if share is None or free is None else args.memory or free.peak // share
             try:
-                now = row(f"{folder}/{parts}", model, args.epochs, parts, limit, args.store)
+                now = row(f"{folder}/{parts}", model, args.epochs, parts, name, limit, args.store)
             except pyg_sar.errors.WorkerError as error:
                 refused.append(f"{model}, {parts} parts, {name}: {str(error).splitlines()[0]}")
                 tqdm.write(refused[-1])
                 continue
-            free = free or now
+            free = now if free is None or parts == 1 else free
             if now.losses != free.losses:
                 raise SystemExit(f"{model}, {parts} parts, {name}: {now.losses}, {free.losses}")
             found[model, parts, name] = now
@@ -220,7 +226,8 @@ def run(args: argparse.Namespace, folder: Path, refused: list[str]) -> Iterator[
 
 HEAD = (
     *("model", "parts", "limit", "MiB allowed", "MiB at most", "to no limit", "to one process"),
-    *("s per epoch", "to no limit", "to one process", "MB read", "MB written", "to the least"),
+    *("to plain PyG", "s per epoch", "to no limit", "to one process", "to plain PyG"),
+    *("MB read", "MB written", "to the least"),
 )
 
 
@@ -228,13 +235,14 @@ def table(found: Found) -> list[str]:
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for (model, parts, name), now in found.items():
         free = found.get((model, parts, "no limit"), now)
-        one = found[model, 1, "one process"]
+        one, plain = found[model, 1, "one process"], found[model, 1, PLAIN]
         least = None if now.limit is None else 2 * (free.peak - now.limit)
         cells = [
             *(model, parts, name, "" if now.limit is None else f"{now.limit / 2**20:.0f}"),
             *(f"{now.peak / 2**20:.0f}", f"{now.peak / free.peak:.2f}"),
-            *(f"{now.peak / one.peak:.2f}", f"{now.seconds:.2f}"),
-            *(f"{now.seconds / free.seconds:.2f}", f"{now.seconds / one.seconds:.2f}"),
+            *(f"{now.peak / one.peak:.2f}", f"{now.peak / plain.peak:.2f}"),
+            *(f"{now.seconds:.2f}", f"{now.seconds / free.seconds:.2f}"),
+            *(f"{now.seconds / one.seconds:.2f}", f"{now.seconds / plain.seconds:.2f}"),
             *(f"{now.read / 1e6:.0f}", f"{now.written / 1e6:.0f}"),
             "" if least is None else f"{(now.read + now.written) / least:.2f}",
         ]
@@ -263,6 +271,10 @@ def plot(found: Found, path: Path) -> None:
                 }
                 axes.plot(list(points), list(points.values()), marker="o", label=name)
             axes.axhline(1, color="black", linestyle="--", label="one process")
+            plain = found[model, 1, PLAIN]
+            axes.axhline(
+                getattr(plain, field) / getattr(one, field), color="gray", ls=":", label=PLAIN
+            )
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
             axes.set_title(f"{model}: {word}, to one process", fontsize="medium")
@@ -288,9 +300,10 @@ def document(args: argparse.Namespace, found: Found, refused: list[str], load: f
         f"{load:.1f} and {os.getloadavg()[0]:.1f}. Losses with a limit were those without, to "
         "the bit.",
         "",
-        "One process: `distribute` on the whole graph. MiB: beyond the start of the process, the "
-        "libraries' first use included. MB: of the store, per epoch. The least: what the same "
-        f"parts take beyond the limit, once out and once in. {limits}",
+        "Plain PyG: the model alone, on the whole graph. One process: `distribute` on it. MiB: "
+        "beyond the start of the process, the libraries' first use included. MB: of the store, "
+        "per epoch. The least: what the same parts take beyond the limit, once out and once in. "
+        f"{limits}",
         "",
         *table(found),
         "",
