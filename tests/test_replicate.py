@@ -571,18 +571,6 @@ def test_what_can_not_be_averaged_is_refused_by_name(samples, tmp_path):
             assert message in text
 
 
-def with_lightning() -> None:
-    from pyg_sar.lightning import SARStrategy
-
-    with pytest.raises(ValueError, match="SARStrategy trains on one graph, and this is replica"):
-        SARStrategy()
-
-
-def test_lightning_is_refused():
-    pytest.importorskip("lightning")
-    pyg_sar.launch(with_lightning, 2, replicas=2, timeout=60.0)
-
-
 # How replicas start ###########################################################
 
 
