@@ -223,6 +223,25 @@ def test_replicas_train_as_one_process_that_averages(shape, samples, folders):
     replicas, parts = shape
     given = train, replicas * parts, folders(parts)
     workers = pyg_sar.launch(*given, replicas=replicas, timeout=60.0)
+    assert_trained(workers, replicas, samples)
+
+
+@pytest.mark.parametrize(("number", "stores"), [(2, True), (4, False)])
+def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_path):
+    """Two replicas of four parts, on one or two workers each."""
+    options: Any = {"parts": 4, "replicas": 2, "timeout": 60.0}
+    stored: Any = {"store": tmp_path, "memory": "1GiB"} if stores else {}
+    workers = pyg_sar.launch(train, number, folders(4), **options, **stored)
+    assert_trained(workers, 2, samples)
+    expected = by_one_process(samples, 2)
+    for found in pyg_sar.launch(with_trainer, number, folders(4), tmp_path, False, **options):
+        assert_outcome(found, expected)
+    with pytest.raises(WorkerError, match="KeyError: 'in a sample'"):
+        pyg_sar.launch(fails, number, tmp_path, "raises", **options)
+
+
+def assert_trained(workers: list[Any], replicas: int, samples: list[Data]) -> None:
+    parts = len(workers) // replicas
     for k, run in enumerate(RUNS):
         oracle = OneProcess(samples, replicas)
         run(oracle.model, oracle.backward)
@@ -537,7 +556,6 @@ def refused(roots: list[Path]) -> list[str]:
     catch(lambda model: Trainer(model, data, evaluate_on={"test": []}))
     catch(lambda model: Trainer(model, [data] * (1 + comm.replica)).fit())
     catch(lambda _: pyg_sar.init(replicas=4))
-    catch(lambda _: pyg_sar.run(print, parts=4))
     catch(lambda _: comm.average(torch.tensor(1)))
     return found
 
@@ -556,7 +574,6 @@ MESSAGES = (
     "'evaluate_on['test']' has no graph (replica",
     "The replicas' settings differ: 'graphs: 2' at replica 1, 'graphs: 1' at replica 0",
     "replicas=4 at rank",
-    "parts=4, replicas=2",
     "floating-point",
 )
 
@@ -607,7 +624,6 @@ def test_numbers_of_replicas_that_make_no_sense():
     for given, message in (
         ({"replicas": 0}, "replicas=0 must be an integer of at least 1"),
         ({"replicas": 2}, "replicas=2 of launch.*3 workers can't be divided"),
-        ({"replicas": 3, "parts": 6}, "parts=6, replicas=3"),
     ):
         with pytest.raises(ValueError, match=message):
             pyg_sar.launch(print, 3, **given)

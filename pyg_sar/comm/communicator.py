@@ -93,11 +93,11 @@ class Communicator(ABC):
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.replica, self.replicas = 0, 1
-        self.across: GroupCommunicator | None = None
+        self.across: Communicator | None = None
         """The workers of this rank in all replicas, by replica; ``None`` where there is one."""
         self.closed = False
 
-    def place_among(self, across: GroupCommunicator | None) -> None:
+    def place_among(self, across: Communicator | None) -> None:
         """Takes in the workers of this rank in all replicas."""
         self.across = across
         if across is not None:

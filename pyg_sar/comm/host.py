@@ -377,7 +377,7 @@ class Host:
         tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
         for copy, tag in zip(copies, tags, strict=True):
             try:
-                work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+                work = dist.isend(copy, group=self._group(), tag=tag, group_dst=self.worker_of[dst])
             except RuntimeError as error:
                 self._explain(error, f"{name} to part {dst}")
             self._sent.append((copy, work))
@@ -439,7 +439,7 @@ class Host:
         into.copy_(arrived)
 
     def _arrive(self, into: Tensor, worker: int, tag: int) -> None:
-        work = dist.irecv(into, worker, group=self._group(), tag=tag)
+        work = dist.irecv(into, group=self._group(), tag=tag, group_src=worker)
         if work is not None:
             work.wait()
 
