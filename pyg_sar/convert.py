@@ -141,8 +141,7 @@ def distribute(
     if comm.world_size > 1:
         shared.known_to(comm, model)
     if comm.across is not None:
-        # But for the last: replicas may have other plain tensors, and draw other numbers.
-        averaging = ReplicaGradients(comm.across, lambda: shared.settings(comm)[:-2])
+        averaging = ReplicaGradients(comm.across, shared.attributes)
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model

@@ -115,6 +115,10 @@ def on_workers(roots: list[Path], folder: Path) -> dict[str, Any]:
     # With batch_size=None the first epoch after a resume has the order of epoch 0, in DDP, too.
     loader = partial(DataLoader, data, batch_size=1, collate_fn=lambda batch: batch[0])
     strategy = partial(SARStrategy, replicas=comm.replicas)
+    first, last = strategy(), comm.replicas * comm.world_size - 1
+    assert first.broadcast(first.global_rank, last) == last
+    ranks = first.all_gather(torch.tensor([first.global_rank]))
+    assert ranks.flatten().tolist() == list(range(last + 1))
     return fit(loader, loader(), folder, strategy, 2, comm.replicas)
 
 

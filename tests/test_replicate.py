@@ -489,6 +489,62 @@ def test_the_model_that_is_judged_is_the_one_that_is_saved(samples, folders, tmp
             assert value is found[name] is None or abs(found[name] - value) <= TOLERANCE * value
 
 
+class Drawing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = GATConv(CHANNELS, 8, dropout=0.3), torch.nn.Linear(8, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.head(F.dropout(self.conv(x, edge_index).tanh(), 0.5, self.training))
+
+
+DRAWING = {"epochs": 3, "lr": 0.1, "weight_decay": 0.0, "seed": None, "restore_best": False}
+
+
+def drawing(roots: list[Path], path: Path) -> Any:
+    comm = pyg_sar.comm.current()
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(Drawing().double())
+    torch.manual_seed(3 + comm.replica)
+    data = pyg_sar.load_partition(roots[comm.replica])
+    trainer = Trainer(model, data, TrainConfig(**DRAWING))
+    losses = trainer.fit().losses
+    trainer.save(path)
+    return losses, state(model)
+
+
+def test_replicas_draw_numbers_of_their_own(samples, folders, tmp_path):
+    path = tmp_path / "run.ckpt"
+    found = pyg_sar.launch(drawing, 4, folders(2), path, replicas=2, timeout=60.0)
+    torch.manual_seed(0)
+    model = Drawing().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    states = [torch.manual_seed(3 + r).get_state() for r in range(2)]
+    expected = []
+    for _ in range(3):
+        losses = []
+        for r, sample in enumerate(samples[:2]):
+            torch.set_rng_state(states[r])
+            mask = sample.train_mask
+            out = model(sample.x, sample.edge_index)
+            losses.append(F.cross_entropy(out[mask], sample.y[mask]))
+            states[r] = torch.get_rng_state()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for losses, own in found:
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        for name, value in state(model).items():
+            assert error(own[name], value) <= TOLERANCE, name
+    trainer = Trainer(Drawing().double(), samples[:2], TrainConfig(**{**DRAWING, "epochs": 4}))
+    with pytest.raises(CheckpointError, match="2 replicas with different random states"):
+        trainer.resume(path)
+    trainer.resume(path, allow_changes=True)
+    assert len(trainer.fit().losses) == 4
+
+
 # Messages, and what is refused ##############################################
 
 
