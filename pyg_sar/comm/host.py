@@ -178,7 +178,8 @@ class Host:
         self.hosted = split_parts(num_parts, outer.world_size)
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
-        check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
+        group = outer if isinstance(outer, GroupCommunicator) else outer.across
+        check = group.check if isinstance(group, GroupCommunicator) else _nothing
         self.store: PartStore | HostStore | None = None
         if store == PINNED:
             self.store = HostStore(len(self.parts), outer.device)
@@ -201,6 +202,10 @@ class Host:
         self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
         self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def speaker(self, part: int) -> int:
+        """Returns the rank that a part's own errors name; none with replicas: workers have them."""
+        return part if self.outer.across is None else -1
 
     @property
     def rows_on(self) -> torch.device:

@@ -180,7 +180,6 @@ def run(
         return host_parts(fn, args, hosting, comm)
     except PartError as failure:
         error = failure.error
-        error.add_note(f"in part {failure.part}")
         comm.report(error, failure.part)
     raise error  # Not while the failure is handled: it would be its own context.
 
@@ -449,8 +448,8 @@ def _worker_main(descriptor: int) -> None:
     except BaseException as caught:  # SystemExit and KeyboardInterrupt included: somebody waits.
         error, part = caught, None
         if isinstance(caught, PartError):
-            error, rank = caught.error, caught.part
-            part = rank
+            error, part = caught.error, caught.part
+            rank = rank if part is None else part
         if isinstance(error, bdb.BdbQuit):
             error = _no_terminal(error)
         comm = current()

@@ -166,7 +166,7 @@ class PartCommunicator(Communicator):
         return self.host.unpaged()
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
-        if not is_consequence(error, self.rank):
+        if not is_consequence(error, self.host.speaker(self.rank)):
             self.host.turns.fail(failed(self.rank, error))
 
 
