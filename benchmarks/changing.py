@@ -160,7 +160,7 @@ def snapshots_and_replicas(folder: str, steps: int) -> None:
         print(f"| {parts} | {read:,} | {read / frames[0].nbytes:.2f} |")
     root = f"{folder}/frames-1"
     times: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(3):  # Two workers that compute apart, and two replicas that average.
+    for _ in range(3):  # A worker that has the machine to itself, and two replicas that average.
         for replicas, seconds in times.items():
             apart = pyg_sar.launch(replica_step, replicas, root, steps, replicas=replicas)
             seconds.append(statistics.median(apart))

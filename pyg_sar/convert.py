@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch_geometric.nn
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
@@ -29,12 +28,11 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
+    copy_from_first,
     first_difference,
     refuse_wrapped,
-    shared_parameters,
 )
 from pyg_sar.reduction.replicas import ReplicaGradients
-from pyg_sar.tensors import NodeTensor
 
 
 @cache
@@ -111,10 +109,10 @@ def distribute(
             _check_alike(model, policy, policies, group)
     draws = None if policy.random is None else DrawsOfLayers(comm, policy.random)
     if comm.world_size > 1:
-        _copy_from_first(model, comm)
+        copy_from_first((*model.parameters(), *model.buffers()), comm)
         own_rows(model, comm)
     if comm.across is not None:
-        _copy_from_first(model, comm.across)
+        copy_from_first((*model.parameters(), *model.buffers()), comm.across)
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
@@ -143,8 +141,7 @@ def distribute(
     if comm.world_size > 1:
         shared.known_to(comm, model)
     if comm.across is not None:
-        # But for the last: replicas may have other plain tensors, and draw other numbers.
-        averaging = ReplicaGradients(comm.across, lambda: shared.settings(comm)[:-2])
+        averaging = ReplicaGradients(comm.across, shared.attributes)
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model
@@ -291,21 +288,3 @@ def _check_alike(
             f"'{first}' at {comm.member} 0. Build the model alike on every worker; an attribute "
             "that may differ needs a name that begins with an underscore"
         )
-
-
-@torch.no_grad()
-def _copy_from_first(model: torch.nn.Module, comm: Communicator) -> None:
-    """Rank 0's parameters and buffers on every worker, one message per dtype."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in (*shared_parameters(model), *model.buffers()):
-        if not isinstance(tensor, NodeTensor):  # Of which each worker holds its rows.
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    label = ("", "", "initial parameters")
-    for (dtype, _), tensors in groups.items():
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        flat = flat.to(torch.int32) if dtype == torch.bool else flat
-        if comm.rank != 0:
-            flat.zero_()
-        comm.all_reduce(flat, label=label)
-        for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(value.view_as(tensor))

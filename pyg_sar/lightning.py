@@ -18,10 +18,11 @@ from pyg_sar.comm.group import init
 from pyg_sar.convert import distribute
 from pyg_sar.errors import PygSarError
 from pyg_sar.policy import SARPolicy
+from pyg_sar.reduction.parameters import copy_from_first
 
 try:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.utilities import rank_zero_only
 except ImportError as error:
     raise ImportError(
@@ -29,37 +30,56 @@ except ImportError as error:
     ) from error
 
 
-class SARStrategy(SingleDeviceStrategy):
+class SARStrategy(ParallelStrategy):
     """Trains a ``LightningModule`` on the worker's part of a graph, together with other workers.
 
     Workers are started as for other scripts (``torchrun``, :func:`pyg_sar.launch`);
-    ``Trainer(devices=...)`` adds none. Each batch is for all workers: a loader gives the graph of
-    :func:`pyg_sar.load_partition`. What is logged is of the whole graph, with ``sync_dist`` or
-    without. Rank 0 writes checkpoints and logs.
+    ``Trainer(devices=...)`` adds none. Each batch is for all workers of a replica: a loader gives
+    the graph of :func:`pyg_sar.load_partition`. What is logged is of the whole graph, with
+    ``sync_dist`` or without. Rank 0 writes checkpoints and logs.
+
+    With replicas, loaders get a ``DistributedSampler`` over them, and ``sync_dist`` takes what is
+    logged over them. Validation, tests and predictions have replica 0's buffers, as checkpoints do.
 
     Args:
         policy: Of the converted layers.
+        replicas: As for :func:`pyg_sar.init`.
         **rest: ``accelerator``, ``checkpoint_io``, ``precision_plugin``: as Lightning's.
     """
 
     strategy_name = "sar"
 
-    def __init__(self, policy: SARPolicy | None = None, **rest: Any) -> None:
-        self.comm, self.policy = init(), policy
-        if self.comm.replicas > 1:
-            raise ValueError(
-                f"SARStrategy trains on one graph, and this is replica {self.comm.replica} of "
-                f"{self.comm.replicas}: write the loop over a replica's samples yourself "
-                "(docs/training.md), or start with one replica"
-            )
-        super().__init__(device=self.comm.device, **rest)
-        self.global_rank = self.comm.rank  # Values need no sum over workers: world_size stays 1.
-        rank_zero_only.rank = self.comm.rank  # type: ignore[attr-defined]
+    def __init__(
+        self, policy: SARPolicy | None = None, *, replicas: int | None = None, **rest: Any
+    ) -> None:
+        self.comm, self.policy = init(replicas=replicas), policy
+        super().__init__(**rest)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @property
-    def is_global_zero(self) -> bool:
-        """Says if this worker writes checkpoints and logs."""
-        return self.comm.rank == 0
+    def root_device(self) -> torch.device:
+        """Returns this worker's device."""
+        return self.comm.device
+
+    @property
+    def global_rank(self) -> int:
+        """Returns the rank among the workers of all replicas."""
+        return self.comm.replica * self.comm.world_size + self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of replicas: values need no sum over the workers of one."""
+        return self.comm.replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        """Says if there are several replicas, which take samples of their own."""
+        return self.comm.replicas > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Returns which samples are this replica's."""
+        return {"num_replicas": self.comm.replicas, "rank": self.comm.replica}
 
     def setup(self, trainer: Trainer) -> None:
         """Converts the module, then makes its optimizers."""
@@ -68,14 +88,40 @@ class SARStrategy(SingleDeviceStrategy):
         distribute(self.model, self.policy)
         super().setup(trainer)
 
+    def model_to_device(self) -> None:
+        """Moves the module to this worker's device."""
+        if self.model is not None:
+            self.model.to(self.root_device)
+
+    def on_validation_start(self) -> None:
+        """Takes replica 0's buffers: what is judged is what is saved."""
+        if self.comm.across is not None and self.model is not None:
+            copy_from_first(self.model.buffers(), self.comm.across)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the mean, sum, maximum or minimum over replicas."""
+        if self.comm.across is None or not isinstance(tensor, Tensor):
+            return tensor
+        op = str(reduce_op or "mean").rpartition(".")[2].lower()
+        if op in ("mean", "avg"):
+            return self.comm.average(tensor if tensor.is_floating_point() else tensor.double())
+        return self.comm.across.all_reduce(tensor.detach().clone(), op)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all workers."""
-        self.comm.barrier()
+        for group in (self.comm, self.comm.across):
+            if group is not None:
+                group.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Returns the object of rank ``src``."""
-        return self.comm.broadcast_object(obj, src)
+        """Returns the object of rank ``src``, counted over all replicas."""
+        replica, part = divmod(src, self.comm.world_size)
+        obj = self.comm.broadcast_object(obj, part)
+        return obj if self.comm.across is None else self.comm.across.broadcast_object(obj, replica)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the workers' tensors of one shape, ``[W, *]``, without a gradient."""
-        return torch.stack(self.comm.all_gather(tensor.detach().contiguous()))
+        """Returns all workers' tensors of one shape, ``[W, *]``, without a gradient."""
+        own = torch.stack(self.comm.all_gather(tensor.detach().contiguous()))
+        return own if self.comm.across is None else torch.cat(self.comm.across.all_gather(own))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import make_graph, workers
-from torch.utils.data import DataLoader
+from oracle import make_graph
+from torch.utils.data import DataLoader, DistributedSampler
+from torch_geometric.data import Batch
 from torch_geometric.nn import BatchNorm, GATConv, GCNConv
 
 import pyg_sar
@@ -19,30 +22,33 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 EPOCHS = 6
 
 
-def module() -> Any:
+def module(replicas: int) -> Any:
+    """Without dropout where replicas, whose random numbers are their own, are compared."""
+
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.norm = GATConv(6, 8, heads=2), BatchNorm(16)
             self.second, self.scale = GCNConv(16, 4), torch.nn.Parameter(torch.ones(4))
-            self.losses: list[float] = []
 
         def forward(self, data: Any) -> Any:
             h = self.norm(self.first(data.x, data.edge_index)).relu()
-            h = F.dropout(h, 0.5, self.training)
+            h = F.dropout(h, 0.5 if replicas == 1 else 0.0, self.training)
             return self.second(h, data.edge_index) * self.scale
 
         def training_step(self, data: Any, _: int) -> Any:
             loss = F.cross_entropy(self(data)[data.train_mask], data.y[data.train_mask])
-            self.log("loss", loss, batch_size=1)
-            self.losses.append(float(loss.detach()))
+            self.log("loss", loss, batch_size=1, sync_dist=replicas > 1)
             return loss
 
         def validation_step(self, data: Any, _: int) -> None:
             out, rest = self(data), ~data.train_mask
-            self.log("val", F.cross_entropy(out[rest], data.y[rest]), batch_size=1)
+            loss, size = F.cross_entropy(out[rest], data.y[rest]), int(rest.sum())
+            self.log("val", loss, batch_size=size, sync_dist=replicas > 1)
             right = out[rest].argmax(-1) == data.y[rest]
-            self.log("accuracy", right.double().mean(), batch_size=1, sync_dist=True)
+            self.log("accuracy", right.double().mean(), batch_size=size, sync_dist=True)
+            highest = out.detach().max()
+            self.log("highest", highest, batch_size=1, reduce_fx="max", sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -50,10 +56,12 @@ def module() -> Any:
             return {"optimizer": optimizer, "lr_scheduler": decay}
 
     torch.manual_seed(1)
-    return Net().double()
+    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(Net().double())
 
 
-def fit(data: Any, folder: Path, strategy: Any, devices: int) -> dict[str, Any]:
+def fit(
+    loader: Any, tests: Any, folder: Path, strategy: Any, devices: int, replicas: int
+) -> dict[str, Any]:
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
@@ -74,41 +82,64 @@ def fit(data: Any, folder: Path, strategy: Any, devices: int) -> dict[str, Any]:
         log_every_n_steps=1,
         **options,
     )
-    net, loader = module(), DataLoader([data], batch_size=None)
-    trainer.fit(net, loader, loader)
-    (scores,) = trainer.validate(net, loader, ckpt_path="best", verbose=False)
+    net = module(replicas)
+    trainer.fit(net, loader(), tests)
+    (scores,) = trainer.validate(net, tests, ckpt_path="best", verbose=False)
     more = lightning.Trainer(
         strategy=strategy(),
         max_epochs=EPOCHS + 2,
-        logger=False,
+        logger=CSVLogger(folder, "log", "1"),
         enable_checkpointing=False,
+        log_every_n_steps=1,
         **options,
     )
-    again = module()
-    more.fit(again, loader, ckpt_path=folder / "last.ckpt")
+    again = module(replicas)
+    more.fit(again, loader(), ckpt_path=folder / "last.ckpt")
+    more.strategy.barrier()  # One worker writes what all read.
+    logs = [list(csv.DictReader((folder / "log" / k / "metrics.csv").open())) for k in "01"]
     return {
-        "losses": net.losses,
-        "went on": again.losses,
+        "losses": [float(row["loss"]) for row in logs[0] if row["loss"]],
+        "went on": [float(row["loss"]) for row in logs[1] if row["loss"]],
         "scores": scores,
         "state": {name: value.clone() for name, value in net.state_dict().items()},
         "files": sorted(path.name for path in folder.iterdir()),
-        "log": (folder / "log" / "0" / "metrics.csv").read_text().count("\n"),
+        "log": len(logs[0]),
     }
 
 
-def on_workers(root: Path, folder: Path) -> dict[str, Any]:
+def on_workers(roots: list[Path], folder: Path) -> dict[str, Any]:
     from pyg_sar.lightning import SARStrategy
 
-    data = pyg_sar.load_partition(root)
-    return fit(data, folder, SARStrategy, devices=2)
+    comm = pyg_sar.comm.current()
+    data = [pyg_sar.load_partition(root) for root in roots]
+    # With batch_size=None the first epoch after a resume has the order of epoch 0, in DDP, too.
+    loader = partial(DataLoader, data, batch_size=1, collate_fn=lambda batch: batch[0])
+    strategy = partial(SARStrategy, replicas=comm.replicas)
+    first, last = strategy(), comm.replicas * comm.world_size - 1
+    assert first.broadcast(first.global_rank, last) == last
+    ranks = first.all_gather(torch.tensor([first.global_rank]))
+    assert ranks.flatten().tolist() == list(range(last + 1))
+    return fit(loader, loader(), folder, strategy, 2, comm.replicas)
 
 
-def test_a_module_trains_as_in_one_process(tmp_path: Path) -> None:
-    data = make_graph()
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
-    expected = fit(data, tmp_path / "one", lambda: "auto", devices=1)
-    assert len(expected["losses"]) > 2 and len(expected["went on"]) == 2
-    for found in workers(on_workers, 2, tmp_path / "parts", tmp_path / "several"):
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (1, 4)])
+def test_a_module_trains_as_in_one_process(shape: tuple[int, int], tmp_path: Path) -> None:
+    """In one process the graphs that replicas take in the same step are one."""
+    replicas, parts = shape
+    data = [make_graph(40 + k, seed=k) for k in range(4)]
+    roots = [tmp_path / f"parts{k}" for k in range(4)]
+    for one, root in zip(data, roots, strict=True):
+        one.train_mask = torch.arange(one.num_nodes) < 20  # As many of each graph.
+        pyg_sar.write_partitions(one, parts, root, "random")
+    joint: Any = partial(DataLoader, data, replicas, collate_fn=Batch.from_data_list)
+
+    def loader() -> Any:  # Lightning shuffles where there are replicas.
+        return joint(sampler=None if replicas == 1 else DistributedSampler(data, 1, 0))
+
+    expected = fit(loader, joint(), tmp_path / "one", lambda: "auto", 1, replicas)
+    assert len(expected["losses"]) > 2 and len(expected["went on"]) >= 2
+    given = on_workers, replicas * parts, roots, tmp_path / "several"
+    for found in pyg_sar.launch(*given, replicas=replicas, timeout=60.0):
         for key in ("losses", "went on"):
             torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=0)
         torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-10, atol=0)

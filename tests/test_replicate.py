@@ -7,6 +7,7 @@ samples one after the other and averages the gradients.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import signal
@@ -28,9 +29,18 @@ from torch_geometric.nn import GAT, BatchNorm, GATConv, SAGEConv
 
 import pyg_sar
 from pyg_sar.comm import finalize
-from pyg_sar.errors import CheckpointError, LostWorkerError, PygSarError, WorkerError
+from pyg_sar.errors import CheckpointError, DivergedError, LostWorkerError, PygSarError, WorkerError
 from pyg_sar.reduction.parameters import LIMBS
-from pyg_sar.train import load_checkpoint, save_checkpoint
+from pyg_sar.train import (
+    Callback,
+    LineProgress,
+    Report,
+    TrainConfig,
+    Trainer,
+    load_checkpoint,
+    read_metrics,
+    save_checkpoint,
+)
 
 SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (3, 1)]
 SAMPLES = 6
@@ -186,7 +196,12 @@ def train(roots: list[Path]) -> list[tuple[int, dict[str, Tensor | None]]]:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Data]:
-    return [make_graph(20 + 3 * k, 60 + 10 * k, seed=k) for k in range(SAMPLES)]
+    graphs = [make_graph(20 + 3 * k, 60 + 10 * k, seed=k) for k in range(SAMPLES)]
+    for graph in graphs:
+        graph.train_mask = torch.arange(graph.num_nodes) % 2 == 0
+        graph.train_mask[16:] = False
+        graph.val_mask = ~graph.train_mask & (graph.y > 0)
+    return graphs
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +223,27 @@ def test_replicas_train_as_one_process_that_averages(shape, samples, folders):
     replicas, parts = shape
     given = train, replicas * parts, folders(parts)
     workers = pyg_sar.launch(*given, replicas=replicas, timeout=60.0)
+    assert_trained(workers, replicas, samples)
+
+
+@pytest.mark.parametrize(("number", "stores"), [(2, True), (4, False)])
+def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_path):
+    """Two replicas of four parts, on one or two workers each."""
+    options: Any = {"parts": 4, "replicas": 2, "timeout": 60.0}
+    stored: Any = {"store": tmp_path, "memory": "1GiB"} if stores else {}
+    workers = pyg_sar.launch(train, number, folders(4), **options, **stored)
+    assert_trained(workers, 2, samples)
+    expected = by_one_process(samples, 2)
+    for found in pyg_sar.launch(with_trainer, number, folders(4), tmp_path, False, **options):
+        assert_outcome(found, expected)
+    worker = number // 2 - 1  # Of the first replica, which hosts part 2.
+    place = rf"Rank {worker} \(replica 0, part {worker}\) failed: KeyError: 'in a sample'"
+    with pytest.raises(WorkerError, match=place + r"(.|\n)*in part 2"):
+        pyg_sar.launch(fails, number, tmp_path, "raises", **options)
+
+
+def assert_trained(workers: list[Any], replicas: int, samples: list[Data]) -> None:
+    parts = len(workers) // replicas
     for k, run in enumerate(RUNS):
         oracle = OneProcess(samples, replicas)
         run(oracle.model, oracle.backward)
@@ -335,6 +371,182 @@ def test_the_documented_loop(tmp_path):
     assert all(found == first for found in others)
 
 
+# The Trainer ##################################################################
+
+
+def recall(pred: Tensor, target: Tensor) -> Tensor:
+    return (pred.argmax(1) == target)[target == 1].double().mean()
+
+
+class Early(Callback):
+    """Saves after the fourth epoch, from which another run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_epoch(self, trainer: Trainer, record: Any) -> None:
+        if record.epoch == 4:
+            trainer.save(self.path)
+
+
+def trainer_of(graphs: list[Data], tests: list[Data], callbacks: Any = ()) -> Trainer:
+    torch.manual_seed(0)
+    model: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Normed().double())
+    config = TrainConfig(
+        epochs=9, lr=0.1, monitor="recall", schedule="plateau", step_size=1, patience=4
+    )
+    options: Any = {"metrics": {"recall": recall}, "evaluate_on": {"test": tests}}
+    return Trainer(pyg_sar.distribute(model), graphs, config, callbacks=callbacks, **options)
+
+
+def outcome(trainer: Trainer) -> Any:
+    result = trainer.fit()
+    scores = [dict(sorted(s.items())) for s in (result.best, result.final) if s]
+    numbers = [result.losses, *(list(s.values()) for s in scores)]
+    decisions = result.epochs, result.best_epoch, result.stopped_early
+    return decisions, numbers, state(trainer.model), trainer.optimizer.param_groups[0]["lr"]
+
+
+def with_trainer(roots: list[Path], folder: Path, resume: bool) -> Any:
+    comm = pyg_sar.comm.current()
+    ours = [pyg_sar.load_partition(root) for root in roots[comm.replica :: comm.replicas]]
+    graphs, tests = ours[: 4 // comm.replicas], ours[4 // comm.replicas :]
+    if resume:
+        trainer = trainer_of(graphs, tests)
+        trainer.resume(folder / "early.ckpt")
+        return outcome(trainer)
+
+    def write(line: str) -> None:
+        with (folder / "lines").open("a") as file:
+            file.write(line + "\n")
+
+    callbacks = [Early(folder / "early.ckpt"), Report(folder / "report"), LineProgress(write)]
+    return outcome(trainer_of(graphs, tests, callbacks))
+
+
+def by_one_process(samples: list[Data], replicas: int) -> Any:
+    """The graphs that replicas take in the same step are one; all have as many training nodes."""
+    steps = [samples[k : k + replicas] for k in range(0, SAMPLES, replicas)]
+    graphs: Any = [Batch.from_data_list(step) for step in steps]
+    return outcome(trainer_of(graphs[: 4 // replicas], graphs[4 // replicas :]))
+
+
+def assert_outcome(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0] and found[3] == pytest.approx(expected[3], rel=1e-12)
+    for own, theirs in zip(found[1], expected[1], strict=True):
+        assert own == pytest.approx(theirs, rel=TOLERANCE)
+    for name, value in expected[2].items():
+        if not name.endswith("grad"):
+            assert error(found[2][name], value) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (1, 4)])
+def test_a_trainer_on_the_samples_of_all_replicas(shape, samples, folders, tmp_path):
+    replicas, parts = shape
+    expected = by_one_process(samples, replicas)
+    given = with_trainer, replicas * parts, folders(parts), tmp_path, False
+    for found in pyg_sar.launch(*given, replicas=replicas, timeout=60.0):
+        assert_outcome(found, expected)
+    epochs = expected[0][0]
+    assert (tmp_path / "lines").read_text().count("\n") == epochs  # One worker writes.
+    assert len(read_metrics(tmp_path / "report")) == epochs
+    if shape != (2, 2):
+        return
+    for other, size in ((2, 1), (1, 2)):
+        if other == 1:
+            trainer = trainer_of(samples[:4], samples[4:])
+            trainer.resume(tmp_path / "early.ckpt")
+            expected = outcome(trainer)
+        given = with_trainer, other * size, folders(size), tmp_path, True
+        for found in pyg_sar.launch(*given, replicas=other, timeout=60.0):
+            assert_outcome(found, expected)
+
+
+def with_own_statistics(roots: list[Path], path: Path) -> Any:
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(roots[comm.replica])
+    torch.manual_seed(0)
+    config = TrainConfig(epochs=3, lr=0.1, restore_best=False)
+    trainer = Trainer(pyg_sar.distribute(Normed().double()), data, config)
+    final = trainer.fit().final
+    trainer.save(path)
+    if comm.replica == 1:
+        data.x[0] = math.nan
+    trainer = Trainer(pyg_sar.distribute(Normed().double()), data, TrainConfig(epochs=1))
+    with pytest.raises(DivergedError):
+        trainer.fit()
+    return final
+
+
+def test_the_model_that_is_judged_is_the_one_that_is_saved(samples, folders, tmp_path):
+    """Replicas have running statistics of their own until they are judged."""
+    path = tmp_path / "run.ckpt"
+    scores = pyg_sar.launch(with_own_statistics, 4, folders(2), path, replicas=2, timeout=60.0)
+    model = Normed().double()
+    load_checkpoint(path, model)
+    expected = Trainer(model, samples[:2]).evaluate()
+    for found in scores:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert value is found[name] is None or abs(found[name] - value) <= TOLERANCE * value
+
+
+class Drawing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = GATConv(CHANNELS, 8, dropout=0.3), torch.nn.Linear(8, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.head(F.dropout(self.conv(x, edge_index).tanh(), 0.5, self.training))
+
+
+DRAWING = {"epochs": 3, "lr": 0.1, "weight_decay": 0.0, "seed": None, "restore_best": False}
+
+
+def drawing(roots: list[Path], path: Path) -> Any:
+    comm = pyg_sar.comm.current()
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(Drawing().double())
+    torch.manual_seed(3 + comm.replica)
+    data = pyg_sar.load_partition(roots[comm.replica])
+    trainer = Trainer(model, data, TrainConfig(**DRAWING))
+    losses = trainer.fit().losses
+    trainer.save(path)
+    return losses, state(model)
+
+
+def test_replicas_draw_numbers_of_their_own(samples, folders, tmp_path):
+    path = tmp_path / "run.ckpt"
+    found = pyg_sar.launch(drawing, 4, folders(2), path, replicas=2, timeout=60.0)
+    torch.manual_seed(0)
+    model = Drawing().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    states = [torch.manual_seed(3 + r).get_state() for r in range(2)]
+    expected = []
+    for _ in range(3):
+        losses = []
+        for r, sample in enumerate(samples[:2]):
+            torch.set_rng_state(states[r])
+            mask = sample.train_mask
+            out = model(sample.x, sample.edge_index)
+            losses.append(F.cross_entropy(out[mask], sample.y[mask]))
+            states[r] = torch.get_rng_state()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    for losses, own in found:
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        for name, value in state(model).items():
+            assert error(own[name], value) <= TOLERANCE, name
+    trainer = Trainer(Drawing().double(), samples[:2], TrainConfig(**{**DRAWING, "epochs": 4}))
+    with pytest.raises(CheckpointError, match="2 replicas with different random states"):
+        trainer.resume(path)
+    trainer.resume(path, allow_changes=True)
+    assert len(trainer.fit().losses) == 4
+
+
 # Messages, and what is refused ##############################################
 
 
@@ -398,9 +610,10 @@ def refused(roots: list[Path]) -> list[str]:
     group = torch.nn.SyncBatchNorm(3, process_group=object())
     catch(lambda _: pyg_sar.distribute(group))
     catch(lambda _: pyg_sar.distribute(pyg_sar.nn.NodeEmbedding(data.num_nodes, 2)))
-    catch(lambda model: pyg_sar.Trainer(model, data))
+    catch(lambda model: Trainer(model, data, labels=0.5))
+    catch(lambda model: Trainer(model, data, evaluate_on={"test": []}))
+    catch(lambda model: Trainer(model, [data] * (1 + comm.replica)).fit())
     catch(lambda _: pyg_sar.init(replicas=4))
-    catch(lambda _: pyg_sar.run(print, parts=4))
     catch(lambda _: comm.average(torch.tensor(1)))
     return found
 
@@ -415,9 +628,10 @@ MESSAGES = (
     "is sparse at replica",
     "'' (SyncBatchNorm) has a 'process_group' of its own",
     "'weight' has a row per node at replica",
-    "Trainer trains on one graph, and this is replica",
+    "'labels' is for one graph, and this Trainer has 1 graph in 2 replicas",
+    "'evaluate_on['test']' has no graph (replica",
+    "The replicas' settings differ: 'graphs: 2' at replica 1, 'graphs: 1' at replica 0",
     "replicas=4 at rank",
-    "parts=4, replicas=2",
     "floating-point",
 )
 
@@ -430,18 +644,6 @@ def test_what_can_not_be_averaged_is_refused_by_name(samples, tmp_path):
         assert len(found) == len(MESSAGES)
         for text, message in zip(found, MESSAGES, strict=True):
             assert message in text
-
-
-def with_lightning() -> None:
-    from pyg_sar.lightning import SARStrategy
-
-    with pytest.raises(ValueError, match="SARStrategy trains on one graph, and this is replica"):
-        SARStrategy()
-
-
-def test_lightning_is_refused():
-    pytest.importorskip("lightning")
-    pyg_sar.launch(with_lightning, 2, replicas=2, timeout=60.0)
 
 
 # How replicas start ###########################################################
@@ -480,7 +682,6 @@ def test_numbers_of_replicas_that_make_no_sense():
     for given, message in (
         ({"replicas": 0}, "replicas=0 must be an integer of at least 1"),
         ({"replicas": 2}, "replicas=2 of launch.*3 workers can't be divided"),
-        ({"replicas": 3, "parts": 6}, "parts=6, replicas=3"),
     ):
         with pytest.raises(ValueError, match=message):
             pyg_sar.launch(print, 3, **given)

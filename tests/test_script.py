@@ -195,7 +195,10 @@ for options in ({"batch_size": 3, "shuffle": True}, {"batch_size": 1}, {"batch_s
         print(f"{total / len(loader.dataset):.12f}", len(loader), data.num_nodes, data.ptr.tolist())
 model.eval()
 right = 0
-for data in DataLoader(graphs, batch_size=2):
+class Pairs(DataLoader):
+    def __init__(self, graphs):
+        super().__init__(graphs, batch_size=2)
+for data in Pairs(graphs):
     right += int((model(data).argmax(1) == data.y).sum())
 print(right, f"{torch.rand(1).item():.12f}")
 """,
@@ -385,6 +388,9 @@ REFUSED = {
     "loader": GRAPH
     + "from torch_geometric.loader import NeighborLoader\n"
     + "NeighborLoader(Graphs()[0], [2], batch_size=2)\n",
+    "lists": GRAPH
+    + "from torch_geometric.loader import DataListLoader\n"
+    + "DataListLoader([Graphs()[0]] * 2, batch_size=2)\n",
     "group": "import torch\ntorch.distributed.init_process_group('gloo')\n",
     "trace": "import torch\ntorch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))\n",
     "states": GRAPH
@@ -404,6 +410,7 @@ REFUSED = {
     ("name", "text"),
     [
         ("loader", "'NeighborLoader' under 'pyg-sar run'"),
+        ("lists", "'DataListLoader' under 'pyg-sar run': batches of many graphs are divided where"),
         ("group", "starts workers of its own"),
         ("trace", "can't be traced"),
         ("written", r"Graphs\[0\] after 'x' was written in place"),

@@ -18,16 +18,22 @@ from torch_geometric.nn import SAGEConv
 
 import pyg_sar
 from pyg_sar.errors import PartitionError
-from pyg_sar.partition import add_attributes, load_series
+from pyg_sar.partition import add_attributes, load_series, merge_partitions
 
 TIMES, NODES = 7, 40
 
 
 class Sliced:
-    """An array as zarr has them: shape, dtype and slices. It counts what is held at once."""
+    """An array as zarr has them: shape, dtype and slices. It counts what is held at once.
 
-    def __init__(self, values: Any) -> None:
-        self.values, self.shape, self.dtype, self.most = values, values.shape, values.dtype, 0
+    Args:
+        values: What it says that it is.
+        found: What it gives.
+    """
+
+    def __init__(self, values: Any, found: Any = None) -> None:
+        self.shape, self.dtype, self.most = values.shape, values.dtype, 0
+        self.values = values if found is None else found
 
     def __getitem__(self, key: slice) -> Any:
         self.most = max(self.most, len(range(*key.indices(len(self.values)))))
@@ -136,6 +142,16 @@ def test_arrays_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             found[:, ids] = np.stack([mine[t]["x"] for t in range(TIMES)])
         assert np.array_equal(found, same)
     assert given.most == 2
+    merged: dict[str, Any] = {"x": np.empty_like(same)}
+    graph = merge_partitions(tmp_path / "b", merged)
+    assert np.array_equal(merged["x"], same) and torch.equal(graph.y, make_graph().y)
+    made: dict[str, Any] = {}
+    merge_partitions(tmp_path / "b", made)
+    assert np.array_equal(made["x"], same) and made["x"].dtype == same.dtype
+    with pytest.raises(ValueError, match=r"holds series \['x'\]: pass series=\{\}"):
+        merge_partitions(tmp_path / "b")
+    with pytest.raises(ValueError, match=r"series\['x'\] to have the shape \[7, 40, 6\]"):
+        merge_partitions(tmp_path / "b", {"x": same[:3]})
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "a", overwrite=True)
     assert len(os.listdir(tmp_path / "a")) == 3
 
@@ -148,6 +164,11 @@ def test_what_is_refused(tmp_path: Path):
         ({"x": torch.from_numpy(x)}, "is a tensor"),
         ({"x": x.astype("U4")}, "dtype <U4"),
         ({"snapshot": x}, "a name other than 'snapshot'"),
+        (Sliced(x), "to be a dict of arrays .got Sliced.: of a group of zarr's"),
+        ({"x": np.ma.masked_array(x, x > 2)}, r"series\['x'\]\[0:7\] has masked values"),
+        ({"x": Sliced(x, x[:5])}, r"\[0:7\] gives float64 \[5, 40, 6\], not float64 \[7, 40, 6"),
+        ({"x": Sliced(x, x[:, :, 1:])}, r"gives float64 \[7, 40, 5\], not float64 \[7, 40, 6"),
+        ({"x": Sliced(x, x.astype("f4"))}, r"gives float32 \[7, 40, 6\], not float64 \[7, 40, 6"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             pyg_sar.write_partitions(data, 2, tmp_path / "p", series=series)

@@ -93,11 +93,11 @@ class Communicator(ABC):
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.replica, self.replicas = 0, 1
-        self.across: GroupCommunicator | None = None
+        self.across: Communicator | None = None
         """The workers of this rank in all replicas, by replica; ``None`` where there is one."""
         self.closed = False
 
-    def place_among(self, across: GroupCommunicator | None) -> None:
+    def place_among(self, across: Communicator | None) -> None:
         """Takes in the workers of this rank in all replicas."""
         self.across = across
         if across is not None:
@@ -110,6 +110,17 @@ class Communicator(ABC):
         """Returns which replica and part this is, in words; nothing where there is one replica."""
         rank = self.replica * self.world_size + self.rank
         return place_in(rank, None if self.across is None else self.world_size)
+
+    @property
+    def writes(self) -> bool:
+        """Says if this is rank 0 of replica 0, which writes what all workers share."""
+        return self.rank == self.replica == 0
+
+    def from_everyone(self, obj: Any) -> list[Any]:
+        """Returns every worker's object, replica by replica; see :meth:`all_gather_object`."""
+        found = self.all_gather_object(obj)
+        replicas = [found] if self.across is None else self.across.all_gather_object(found)
+        return [said for replica in replicas for said in replica]
 
     def average(self, tensor: Tensor) -> Tensor:
         r"""Returns the mean over the replicas, :math:`\frac{1}{R} \sum_r t_r`. Collective.

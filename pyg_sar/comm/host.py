@@ -178,7 +178,8 @@ class Host:
         self.hosted = split_parts(num_parts, outer.world_size)
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
-        check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
+        group = outer if isinstance(outer, GroupCommunicator) else outer.across
+        check = group.check if isinstance(group, GroupCommunicator) else _nothing
         self.store: PartStore | HostStore | None = None
         if store == PINNED:
             self.store = HostStore(len(self.parts), outer.device)
@@ -201,6 +202,10 @@ class Host:
         self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
         self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def speaker(self, part: int) -> int:
+        """Returns the rank that a part's own errors name; none with replicas: workers have them."""
+        return part if self.outer.across is None else -1
 
     @property
     def rows_on(self) -> torch.device:
@@ -377,7 +382,7 @@ class Host:
         tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
         for copy, tag in zip(copies, tags, strict=True):
             try:
-                work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+                work = dist.isend(copy, group=self._group(), tag=tag, group_dst=self.worker_of[dst])
             except RuntimeError as error:
                 self._explain(error, f"{name} to part {dst}")
             self._sent.append((copy, work))
@@ -439,7 +444,7 @@ class Host:
         into.copy_(arrived)
 
     def _arrive(self, into: Tensor, worker: int, tag: int) -> None:
-        work = dist.irecv(into, worker, group=self._group(), tag=tag)
+        work = dist.irecv(into, group=self._group(), tag=tag, group_src=worker)
         if work is not None:
             work.wait()
 

@@ -62,11 +62,11 @@ class PartError(Exception):
     """A part of this process failed.
 
     Args:
-        part: Which one.
+        part: Which one; ``None`` with replicas, where errors name workers.
         error: By what.
     """
 
-    def __init__(self, part: int, error: BaseException) -> None:
+    def __init__(self, part: int | None, error: BaseException) -> None:
         super().__init__(f"part {part}")
         self.part, self.error = part, error
 
@@ -161,7 +161,7 @@ def host_parts(
             if host.store is not None and isinstance(caught, torch.OutOfMemoryError):
                 error = host.store.explained(caught)
             comm.report(error)
-            failures.append((is_consequence(error, part), part, error))
+            failures.append((is_consequence(error, host.speaker(part)), part, error))
             del error  # Its traceback has this frame: all the part's tensors would live on.
         finally:
             comm.close()
@@ -188,6 +188,7 @@ def host_parts(
     if cause is not None:
         if host.store is not None:
             host.store.close()
-        raise PartError(part, cause) from cause
+        cause.add_note(f"in part {part}")
+        raise PartError(part if outer.across is None else None, cause) from cause
     host.close()
     return [results[part] for part in host.parts]

@@ -105,12 +105,11 @@ def launch(
     _check(fn, num_workers, threads_per_worker, env)
     check_init(backend, timeout, replicas)
     check_replicas(replicas or 1, num_workers, backend, who=" of launch()")
-    _check_hosting(parts, replicas or 1)
     hosting = Hosting.of(parts, memory, store)
     if store != PINNED:
         check_folder("store", store)
     if hosting is not None:
-        check_parts(hosting.parts, num_workers, backend)
+        check_parts(hosting.parts, num_workers // (replicas or 1), backend)
     task = _pack((fn, args), "fn or an argument", -1)
     state = ProcessState(torch.device("cpu"))
     work = _pack((task, backend, timeout, hosting, replicas, state), "the task", -1)
@@ -176,13 +175,11 @@ def run(
     comm = join(backend, timeout, device, hosting is not None)
     if hosting is None:
         return [fn(*args)]
-    _check_hosting(parts, comm.replicas)
     check_parts(hosting.parts, comm.world_size, comm.backend)
     try:
         return host_parts(fn, args, hosting, comm)
     except PartError as failure:
         error = failure.error
-        error.add_note(f"in part {failure.part}")
         comm.report(error, failure.part)
     raise error  # Not while the failure is handled: it would be its own context.
 
@@ -198,14 +195,6 @@ def _check(fn: Any, num_workers: Any, threads_per_worker: Any, env: Any) -> None
         and all(isinstance(text, str) for row in env.items() for text in row)
     ):
         raise TypeError(f"env={env!r} must be a mapping of texts to texts, {{'NAME': 'value'}}")
-
-
-def _check_hosting(parts: int | None, replicas: int) -> None:
-    if parts is not None and replicas > 1:
-        raise ValueError(
-            f"parts={parts}, replicas={replicas}: workers of replicas don't host several parts. "
-            "Leave 'parts' out, and start replicas times as many workers as the graph has parts"
-        )
 
 
 def _check_function(fn: Any) -> None:
@@ -459,8 +448,8 @@ def _worker_main(descriptor: int) -> None:
     except BaseException as caught:  # SystemExit and KeyboardInterrupt included: somebody waits.
         error, part = caught, None
         if isinstance(caught, PartError):
-            error, rank = caught.error, caught.part
-            part = rank
+            error, part = caught.error, caught.part
+            rank = rank if part is None else part
         if isinstance(error, bdb.BdbQuit):
             error = _no_terminal(error)
         comm = current()

@@ -63,6 +63,7 @@ class PartCommunicator(Communicator):
         outer = host.outer
         super().__init__(part, host.num_parts, outer.device, outer.timeout)
         self.host = host
+        self.place_among(None if outer.across is None else PartAcross(self, outer.across))
 
     def come(
         self, kind: str, label: Label, shape: str, thing: Any, combine: Combine
@@ -165,8 +166,86 @@ class PartCommunicator(Communicator):
         return self.host.unpaged()
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
-        if not is_consequence(error, self.rank):
+        if not is_consequence(error, self.host.speaker(self.rank)):
             self.host.turns.fail(failed(self.rank, error))
+
+
+class PartAcross(Communicator):
+    """The communicator of a part and of the same part of other replicas.
+
+    For each operation all parts of a process meet; the last one to come carries it out for all.
+
+    Args:
+        part: The part's.
+        outer: That of the processes which host the same parts.
+    """
+
+    backend = TRANSPORT
+
+    def __init__(self, part: PartCommunicator, outer: Communicator) -> None:
+        super().__init__(outer.rank, outer.world_size, outer.device, outer.timeout)
+        self._part, self._outer = part, outer
+
+    def _meet(
+        self, kind: str, label: Label, tensor: Tensor, act: Callable[[Tensor], list[Tensor]]
+    ) -> Callable[[], list[Tensor]]:
+        """Acts on all parts' tensors as one, and returns how this part takes its own."""
+        host, copy = self._part.host, pack(tensor).clone()
+
+        def combine(brought: dict[int, Tensor]) -> list[Sequence[Tensor]]:
+            own = [brought[part].view(-1) for part in host.parts]
+            with host.unpaged():
+                found = act(torch.cat(own))
+            return [flat.split([one.numel() for one in own]) for flat in found]
+
+        dtype = str(copy.dtype).removeprefix("torch.")
+        take = self._part.come(f"{kind} over replicas", label, dtype, copy, combine)
+        place = self._part.rank - host.parts.start
+        return lambda: [found[place].view(copy.shape).clone() for found in take()]
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[PeerTensor],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        raise PygSarError(f"{doing}: replicas whose workers host parts send each other no rows")
+
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
+        target, size = tensor.detach(), num_bytes(tensor)
+        kind = f"all_reduce ({op})"
+        take = self._meet(
+            kind, label, target, lambda flat: [self._outer.all_reduce(flat, op, label=label)]
+        )
+        count_all(self.ledgers, label, size, size, TRANSPORT)
+
+        def finish() -> None:
+            with torch.no_grad():
+                target.copy_(take()[0])
+
+        return PartWork(finish, kind)
+
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        size = num_bytes(tensor)
+        take = self._meet(
+            "all_gather", label, tensor, lambda flat: self._outer.all_gather(flat, label=label)
+        )
+        count_all(self.ledgers, label, size, size * (self.world_size - 1), TRANSPORT)
+        return take()
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        mine, size = self.rank == src, num_bytes(tensor)
+        take = self._meet(
+            f"broadcast from replica {src}",
+            label,
+            tensor,
+            lambda flat: [self._outer.broadcast(flat, src, label=label)],
+        )
+        with torch.no_grad():
+            tensor.detach().copy_(take()[0])
+        count_all(self.ledgers, label, size if mine else 0, 0 if mine else size, TRANSPORT)
+        return tensor
 
 
 def _form(tensor: Tensor) -> str:

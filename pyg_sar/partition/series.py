@@ -26,7 +26,12 @@ from torch_geometric.data import HeteroData
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import flush
-from pyg_sar.partition.metadata import SeriesInfo, read_metadata, series_file
+from pyg_sar.partition.metadata import (
+    PartitionMetadata,
+    SeriesInfo,
+    read_metadata,
+    series_file,
+)
 from pyg_sar.tensors.rows import note_first
 from pyg_sar.wording import counted
 
@@ -37,8 +42,13 @@ _CRC, _CRC_BYTES = "<u4", 4
 _AGAIN = "copy it again or partition the graph anew"
 
 
-def check_series(series: Mapping[str, Any], data: Any) -> None:
+def check_series(series: Any, data: Any) -> None:
     """Raises unless these are arrays ``[T, N, *]`` of a graph with one type of nodes."""
+    if not isinstance(series, Mapping):
+        raise TypeError(
+            f"Expected 'series' to be a dict of arrays (got {type(series).__name__}): of a group "
+            "of zarr's say series=dict(group.arrays())"
+        )
     if series and isinstance(data, HeteroData):
         raise TypeError("'series' is for a Data (got a HeteroData): write one for each node type")
     for name, array in series.items():
@@ -95,8 +105,7 @@ def write_series(
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("wb")) for path in paths]
             for first in range(0, shape[0], step):
-                piece = np.asarray(array[first : first + step])
-                piece = piece.astype(piece.dtype.newbyteorder("="), copy=False)
+                piece = _piece(name, array, first, min(first + step, shape[0]))
                 for file, own, found_sums in zip(files, rows, sums, strict=True):
                     for snapshot in piece:
                         content = np.take(snapshot, own, axis=0).tobytes()
@@ -120,6 +129,20 @@ def write_series(
             ],
         }
     return found
+
+
+def _piece(name: str, array: Any, first: int, last: int) -> Any:
+    """Returns some snapshots of an array, in this machine's order of bytes."""
+    piece, wanted = np.asanyarray(array[first:last]), (last - first, *array.shape[1:])
+    where = f"series[{name!r}][{first}:{last}]"
+    if np.ma.is_masked(piece):
+        raise ValueError(f"{where} has masked values: fill them, by .filled(0), say")
+    if piece.shape != wanted or piece.dtype != array.dtype:
+        raise ValueError(
+            f"{where} gives {piece.dtype} {list(piece.shape)}, not {array.dtype} {list(wanted)} as "
+            "its shape and dtype say: was it cut, or is it being written?"
+        )
+    return np.asarray(piece).astype(piece.dtype.newbyteorder("="), copy=False)
 
 
 class Snapshot(UserDict[str, Tensor]):
@@ -225,6 +248,38 @@ class Series(Dataset[Snapshot]):
                     f"'{path}' was altered: the checksum of snapshot {t} differs; {_AGAIN}"
                 )
         return Snapshot(found)
+
+
+def merge_series(
+    root: str | os.PathLike[str],
+    metadata: PartitionMetadata,
+    ids: Sequence[Tensor],
+    into: dict[str, Any],
+) -> None:
+    """Writes all parts' rows of a folder's series into arrays ``[T, N, *]``, a snapshot at a time.
+
+    Args:
+        root: The partition folder.
+        metadata: Its metadata.
+        ids: Global ids of the nodes of each part.
+        into: The arrays by name; those that it lacks are made.
+    """
+    read = [Series(root, p) for p in range(len(ids))] if metadata.series else []
+    for name, info in metadata.series.items():
+        dtype = torch.empty(0, dtype=getattr(torch, info.dtype)).numpy().dtype
+        array = into.setdefault(name, np.empty(info.shape, dtype))
+        if tuple(array.shape) != tuple(info.shape):
+            raise ValueError(
+                f"Expected series[{name!r}] to have the shape {list(info.shape)} (got "
+                f"{list(array.shape)})"
+            )
+    for t in range(len(read[0]) if read else 0):
+        items = [one[t].data for one in read]
+        for name, info in metadata.series.items():
+            snapshot = np.empty(info.shape[1:], items[0][name].numpy().dtype)
+            for rows, item in zip(ids, items, strict=True):
+                snapshot[rows.numpy()] = item[name].numpy()
+            into[name][t] = snapshot
 
 
 def load_series(root: str | os.PathLike[str]) -> Series:

@@ -53,7 +53,7 @@ from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import merge_parts
 from pyg_sar.partition.schema import VERSION, PartTensors
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.partition.series import SERIES_FILES, check_series, write_series
+from pyg_sar.partition.series import SERIES_FILES, check_series, merge_series, write_series
 from pyg_sar.partition.unfinished import Unfinished, digest, unfinished_folder
 from pyg_sar.partition.whole_graph import prepare
 from pyg_sar.tensors import NodeTensor
@@ -148,7 +148,7 @@ def write_partitions(
         "levels": levels,
         "balance_training": balance_training,
     }
-    check_series(series or {}, data)
+    check_series({} if series is None else series, data)
     if limit is None:
         prepared = prepare(data, num_parts, method, seed, report, **how)
     unfinished: Unfinished | None = None
@@ -491,13 +491,28 @@ def read_part(
     return tensors
 
 
-def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
-    """Reads all parts and puts the whole graph together again, as it was written, without series.
+def merge_partitions(
+    root: str | os.PathLike[str], series: dict[str, Any] | None = None
+) -> Data | HeteroData:
+    """Reads all parts and puts the whole graph together again, as it was written.
+
+    Args:
+        root: The partition folder.
+        series: Takes the snapshots that ``write_partitions(series=...)`` wrote, by name: arrays
+            ``[T, N, *]`` that are filled (memory maps, or zarr's); those that it lacks are made.
 
     Raises:
         PartitionError: When a file is missing or damaged.
+        ValueError: There are snapshots, and ``series`` isn't given.
     """
     metadata = read_metadata(root)
+    if metadata.series and series is None:
+        raise ValueError(
+            f"'{root}' holds series {sorted(metadata.series)}: pass series={{}} to get them as "
+            "NumPy's arrays, or series={name: array} to fill arrays [T, N, ...] of your own"
+        )
     parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
     check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
+    if series is not None:
+        merge_series(root, metadata, [part["n_id"] for part in parts], series)
     return merge_parts(metadata.stores, parts)

@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -40,11 +40,6 @@ _OWNED: Label = ("", "", "owned rows")
 def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Returns the parameters that are alike on all workers, with names, in the model's order."""
     return [(name, p) for name, p in model.named_parameters() if not isinstance(p, NodeTensor)]
-
-
-def shared_parameters(model: torch.nn.Module) -> list[Tensor]:
-    """Returns the parameters that are alike on all workers, in the model's order."""
-    return [parameter for _, parameter in shared_names(model)]
 
 
 def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
@@ -245,6 +240,24 @@ def check_tensors(
         reconcile(found, comm, settings)
 
 
+@torch.no_grad()
+def copy_from_first(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """Writes rank 0's parameters and buffers on every worker, by one message per dtype."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if not isinstance(tensor, NodeTensor):  # Of which each worker holds its rows.
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    label = ("", "", "initial parameters")
+    for (dtype, _), group in groups.items():
+        flat = torch.cat([t.reshape(-1) for t in group])
+        flat = flat.to(torch.int32) if dtype == torch.bool else flat
+        if comm.rank != 0:
+            flat.zero_()
+        comm.all_reduce(flat, label=label)
+        for tensor, value in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+
 def plain(value: Any) -> str | None:
     """Returns a number, string, function or container of such as text; else ``None``."""
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
@@ -331,8 +344,9 @@ def check_settings(
     if found is not None:
         rank, here, first = found
         raise ValueError(
-            f"The workers' settings differ: '{here}' at rank {rank}, '{first}' at rank 0. Give "
-            "the same TrainConfig and optimizer on every worker"
+            f"The {comm.members}' settings differ: '{here}' at {comm.member} {rank}, '{first}' at "
+            f"{comm.member} 0. Give the same TrainConfig, optimizer and number of graphs on every "
+            "worker"
         )
 
 

@@ -152,6 +152,16 @@ def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
     return got
 
 
+def every_rows(rows: Tensor, comm: Communicator) -> list[Tensor]:
+    """Returns every worker's rows ``[k_q, *]``, in rank order, without a gradient. Collective."""
+    count = torch.tensor([len(rows)], device=rows.device)
+    counts = [int(n) for n in comm.all_gather(count, label=_LABEL)]
+    padded = rows.new_zeros(max([*counts, 1]), *rows.shape[1:])
+    padded[: len(rows)] = rows.detach()
+    everyone = comm.all_gather(padded, label=_LABEL)
+    return [part[:n] for part, n in zip(everyone, counts, strict=True)]
+
+
 class Fetch:
     """A plan by which each worker gets rows that it names from their owners.
 
@@ -303,12 +313,7 @@ class Rows:
 
     def gathered_ids(self, ids: Tensor) -> list[Tensor]:
         """Returns every worker's ids, in rank order. Collective."""
-        comm = self.comm
-        counts = [int(n) for n in comm.all_gather(ids.new_tensor([ids.numel()]), label=_LABEL)]
-        padded = ids.new_zeros(max([*counts, 1]))
-        padded[: ids.numel()] = ids
-        everyone = comm.all_gather(padded, label=_LABEL)
-        return [part[:n] for part, n in zip(everyone, counts, strict=True)]
+        return every_rows(ids, self.comm)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Returns the worker of each row of the whole, and its number there. Collective at first.
@@ -466,6 +471,26 @@ class Rows:
             return rows
 
         return self.keep(("joined", *map(id, others)), others, make)
+
+    def of_replicas(self, across: Communicator) -> Rows:
+        """Returns these rows of replica 0, followed by those of each other one. Collective.
+
+        Args:
+            across: The workers of this rank in all replicas.
+        """
+
+        def make() -> Rows:
+            facts = torch.tensor([[self.total, self.count]], device=self.comm.device)
+            totals, counts = torch.cat(every_rows(facts, across)).T.tolist()
+            starts = list(accumulate(totals, initial=0))
+
+            def ids() -> Tensor:
+                everyone = every_rows(self.ids, across)
+                return torch.cat([i + s for i, s in zip(everyone, starts, strict=False)])
+
+            return Rows(self.comm, sum(totals), sum(counts), ids)
+
+        return self.keep(("replicas",), None, make)
 
     # Moving rows #############################################################
 

@@ -61,7 +61,7 @@ def in_place_here(make: Callable[..., Any], loader: Any, args: Any, kwargs: Any)
     given |= given.pop("kwargs", {})
     for name in ("self", *_WORKERS):  # Processes of its own would have no place among the workers.
         given.pop(name, None)
-    if type(loader) is DataLoader:
+    if isinstance(loader, DataLoader):
         graphs = given["dataset"]
         loader.__dict__["_of_many"] = not hasattr(graphs, "__len__") or len(graphs) != 1
         if not loader.__dict__["_of_many"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 import io
 import os
 import random
@@ -343,11 +344,12 @@ class Process:
                 if self.here() is not None and "_made_here" not in loader.__dict__:
                     given = in_place_here(real, loader, args, kwargs)
                     if given is None:
-                        raise DistributedIndexError(
-                            f"'{name}' under 'pyg-sar run': the script trains on mini-batches of a "
-                            "graph, which need no distributed graph. Run it with python, or on all "
-                            "of one graph"
-                        )
+                        why = "the script trains on mini-batches of a graph, which need no "
+                        why += "distributed graph. Run it with python, or on all of one graph"
+                        if "dataset" in inspect.signature(real).parameters:
+                            why = "batches of many graphs are divided where PyG's 'DataLoader' "
+                            why += "makes them: use it, or pyg_sar.scatter(batch)"
+                        raise DistributedIndexError(f"'{name}' under 'pyg-sar run': {why}")
                     args, kwargs = (), given
                     loader.__dict__["_made_here"] = True
                 real(loader, *args, **kwargs)

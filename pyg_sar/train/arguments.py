@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch_geometric.data.data import BaseData
 
+from pyg_sar.comm.group import current
 from pyg_sar.files import check_type
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.flow import NeighborSampling
@@ -27,7 +28,7 @@ from pyg_sar.train.targets import SPLITS
 
 _NEEDED: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "a torch.nn.Module"),
-    "data": (BaseData, "a Data, as load_partition gives it"),
+    "data": ((BaseData, list, tuple), "a Data, as load_partition gives it, or a list of such"),
     "forward": (Callable, "a function of model and data"),
     "callbacks": (Sequence, "a list of callbacks"),
 }
@@ -73,6 +74,21 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError("'flow' has no 'input_id': make it by message_flow_graphs")
     if given["optimizer"] is not None:
         _check_optimizer(given["optimizer"], given["model"])
+
+
+def as_list(name: str, graphs: Any) -> list[Any]:
+    """Returns a graph, or several, as a list.
+
+    Raises:
+        TypeError: One of them is no graph.
+        ValueError: There is none.
+    """
+    found = list(graphs) if isinstance(graphs, list | tuple) else [graphs]
+    for k, graph in enumerate(found):
+        check_type(f"{name}[{k}]" if len(found) > 1 else name, graph, BaseData, "a Data")
+    if not found:
+        raise ValueError(f"'{name}' has no graph{current().place}: give each replica one at least")
+    return found
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

@@ -74,7 +74,7 @@ class TqdmProgress(Callback):
         self._ticking: _Ticking | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if trainer.comm.rank == 0:
+        if trainer.comm.writes:
             self._scores = trainer.final
             self._bar = bar = tqdm(
                 total=trainer.config.epochs,
@@ -114,7 +114,7 @@ class LineProgress(Callback):
         self._ticking: _Ticking | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if trainer.comm.rank != 0:
+        if not trainer.comm.writes:
             return
         store = getattr(trainer.comm.host, "store", None)
 
@@ -136,7 +136,7 @@ class LineProgress(Callback):
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         if self._ticking is not None:
             self._ticking.again()
-        if trainer.comm.rank == 0 and record.scores is not None:
+        if trainer.comm.writes and record.scores is not None:
             figures = _figures(record.loss, record.scores)
             text = "  ".join(f"{name} {value}" for name, value in figures.items())
             self.write(f"epoch {record.epoch:4d}  {text}")
@@ -162,7 +162,7 @@ class TensorBoard(Callback):
         self._writer: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if trainer.comm.rank == 0:
+        if trainer.comm.writes:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self.folder, purge_step=trainer.epoch + 1)
@@ -234,7 +234,10 @@ class CheckpointEvery(Callback):
         if self.stop is None:
             return False
         came = torch.tensor([self.stop.came], dtype=torch.uint8, device=trainer.comm.device)
-        return bool(trainer.comm.all_reduce(came, "max", label=("", "", "checkpoint")))
+        for group in (trainer.comm, trainer.comm.across):
+            if group is not None:
+                group.all_reduce(came, "max", label=("", "", "checkpoint"))
+        return bool(came)
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save(self.path, **self.extra)

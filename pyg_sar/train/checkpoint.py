@@ -47,12 +47,14 @@ class Checkpoint(Shown):
         state: The JSON values given to :func:`save_checkpoint`.
         tensors: The tensors given to :func:`save_checkpoint`, on the CPU.
         world_size: How many ranks wrote it: workers, or the parts that they hosted.
+        replicas: How many replicas of as many ranks each.
         has_best: Whether it holds the weights that were best on the validation nodes.
     """
 
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     world_size: int
+    replicas: int
     has_best: bool
 
 
@@ -117,7 +119,7 @@ def save_checkpoint(
         content.tensors = gather_rows(content.tensors, comm)
     except ValueError as error:
         raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
-    if comm.rank == comm.replica == 0:
+    if comm.writes:
         try:
             content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
             _write(Path(path), content)
@@ -213,6 +215,7 @@ def _described(content: _Content) -> Checkpoint:
         state=content.header["state"],
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
+        replicas=content.header.get("replicas", 1),
         has_best=content.has_best,
     )
 
@@ -221,16 +224,9 @@ def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
     return f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
 
 
-def _from_all(comm: Communicator, value: str | None) -> list[str | None]:
-    """Returns what every worker says, replica by replica, in the order of ranks."""
-    found: list[str | None] = comm.all_gather_object(value)
-    replicas = [found] if comm.across is None else comm.across.all_gather_object(found)
-    return [said for replica in replicas for said in replica]
-
-
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
     """Raises a problem of any worker on all of them. See [Note: all or none]."""
-    problems = _from_all(comm, problem)
+    problems = comm.from_everyone(problem)
     for rank, text in enumerate(problems):
         if text is not None:
             everywhere = problems.count(text) == len(problems)
@@ -238,7 +234,7 @@ def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
 
 
 def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: str) -> None:
-    digests = _from_all(comm, digest)
+    digests = comm.from_everyone(digest)
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise CheckpointError(
@@ -287,7 +283,7 @@ def _check_random_states(content: _Content, comm: Communicator) -> None:
         raise CheckpointError(
             f"it was written by {counted(replicas, 'replicas')} with different random states, this "
             f"run has {comm.replicas}: start as many, load the model alone, or pass "
-            "restore_rng=False"
+            "restore_rng=False (Trainer.resume: allow_changes=True)"
         )
     if written_by != world_size and any(bool((s != s[:, :1]).any()) for s in states):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors.operands import wrap
+from pyg_sar.tensors.rows import every_rows
 from pyg_sar.train.config import Scores, TrainConfig
 from pyg_sar.train.objective import Objective
 from pyg_sar.train.targets import SPLITS, Targets, find_targets
@@ -110,6 +112,20 @@ def _number(name: str, value: Any) -> float | None:
 
 Forward = Callable[[nn.Module, Data], Tensor]
 
+
+def over_replicas(rows: Tensor, comm: Communicator) -> Tensor:
+    """Returns rows of a tensor of the whole graph, ``[n, *]``, of all replicas one after the other.
+
+    Each worker holds those of its part in every replica. Collective; without a gradient.
+    """
+    if comm.across is None:
+        return rows
+    own = torch.cat(every_rows(_here(rows), comm.across))
+    if not isinstance(rows, NodeTensor):
+        return own
+    return wrap(own, rows.rows.of_replicas(comm.across), 0)
+
+
 Graph = tuple[Data, Targets, tuple[str, ...]]
 """A graph, its targets, and the splits that are evaluated on it."""
 
@@ -117,8 +133,10 @@ Graph = tuple[Data, Targets, tuple[str, ...]]
 class Evaluation:
     """The graphs, targets and metrics of a training. Collective.
 
+    Scores are of the rows of all graphs, and of all replicas, together.
+
     Args:
-        data: The graph to train on.
+        data: The graphs to train on.
         others: Other graphs for ``'val'`` and ``'test'``.
         target: The attribute that holds the targets.
         splits: The mask or list of rows of each split.
@@ -128,11 +146,11 @@ class Evaluation:
         comm: The workers.
 
     Attributes:
-        graphs: The first one is the one to train on.
-        targets: Its targets.
-        counts: Rows of targets, then those of each split, of each worker; they tell partitions
+        graphs: The first ones are those to train on.
+        targets: The targets of the first one.
+        counts: Rows of targets, then those of each split, of each part; they tell partitions
             apart.
-        totals: Rows of each split.
+        totals: Rows of each split, of all replicas.
         classifies: Is true where targets are classes.
 
     Raises:
@@ -141,8 +159,8 @@ class Evaluation:
 
     def __init__(
         self,
-        data: Data,
-        others: Mapping[str, Data],
+        data: Sequence[Data],
+        others: Mapping[str, Sequence[Data]],
         *,
         target: str,
         splits: Mapping[str, str] | None,
@@ -161,13 +179,18 @@ class Evaluation:
         self.classifies = objective.of_classes and not floats
         top = [int(t.values.max()) for t in everything if self.classifies and len(t.values)]
         self._num_classes = 1 + max(top, default=-1)
-        self.totals = {s: sum(t.counts[s] for t in everything) for s in SPLITS}
-        if self.totals["train"] == 0:
-            mask = (splits or {}).get("train", "train_mask")
-            raise ValueError(f"data.{mask} holds no labelled node")
+        for k, targets in enumerate(everything[: len(data)]):
+            if targets.counts["train"] == 0:
+                mask = (splits or {}).get("train", "train_mask")
+                which = f"[{k}]" if len(data) > 1 else ""
+                raise ValueError(f"data{which}.{mask} holds no labelled node{comm.place}")
         own = [sum(len(_here(t.values)) for t in everything)]
         own += [sum(int(_here(t.masks[s]).sum()) for t in everything) for s in SPLITS]
-        self.counts: list[list[int]] = comm.all_gather_object(own)
+        own += [sum(t.counts[s] for t in everything) for s in SPLITS]
+        if comm.across is not None:
+            own = [sum(column) for column in zip(*comm.across.all_gather_object(own), strict=True)]
+        self.totals = dict(zip(SPLITS, own[-len(SPLITS) :], strict=True))
+        self.counts: list[list[int]] = comm.all_gather_object(own[: -len(SPLITS)])
 
     def monitored(self, config: TrainConfig) -> tuple[str, bool]:
         """Returns the name of the validation value, and whether higher ones are better.
@@ -187,9 +210,9 @@ class Evaluation:
             higher = config.monitor_mode == "max"
         return name, higher
 
-    def predict(self, forward: Forward, model: nn.Module) -> Tensor:
-        """Returns the model's rows of the graph to train on."""
-        return self._predict(forward, model, *self.graphs[0][:2])
+    def predict(self, forward: Forward, model: nn.Module, number: int = 0) -> Tensor:
+        """Returns the model's rows of a graph, by its number."""
+        return self._predict(forward, model, *self.graphs[number][:2])
 
     def _predict(self, forward: Forward, model: nn.Module, data: Data, targets: Targets) -> Tensor:
         out, rows = forward(model, data), len(targets.values)
@@ -216,32 +239,38 @@ class Evaluation:
         """
         found: Scores = {}
         measured: Scores = {}
-        for data, targets, splits in self.graphs:
-            out = self._predict(forward, model, data, targets)
-            for split in splits:
-                if not targets.counts[split]:
-                    found |= dict.fromkeys(self._names(split))
-                    measured |= {f"{split}_{name}": None for name in self.metrics}
-                    continue
-                pred, target = out[targets.masks[split]], targets.select(split)
-                values = score(self.metrics, pred, target)
-                measured |= {f"{split}_{name}": value for name, value in values.items()}
-                if self.classifies:
-                    right = int((pred.argmax(dim=1) == target).sum())
-                    found[f"{split}_accuracy"] = right / targets.counts[split]
-                loss = float(self.objective.evaluated(pred, target))
-                found[f"{split}_loss"] = loss if math.isfinite(loss) else None
-        ordered = {name: found[name] for split in SPLITS for name in self._names(split)}
+        outs = [self.predict(forward, model, k) for k in range(len(self.graphs))]
+        for split in SPLITS:
+            if not self.totals[split]:
+                found |= dict.fromkeys(self._names(split))
+                measured |= {f"{split}_{name}": None for name in self.metrics}
+                continue
+            pairs = [
+                (out[targets.masks[split]], targets.select(split))
+                for out, (_, targets, splits) in zip(outs, self.graphs, strict=True)
+                if split in splits
+            ]
+            pred, target = (
+                over_replicas(torch.cat(rows) if len(rows) > 1 else rows[0], self.comm)
+                for rows in zip(*pairs, strict=True)
+            )
+            values = score(self.metrics, pred, target)
+            measured |= {f"{split}_{name}": value for name, value in values.items()}
+            if self.classifies:
+                right = int((pred.argmax(dim=1) == target).sum())
+                found[f"{split}_accuracy"] = right / self.totals[split]
+            loss = float(self.objective.evaluated(pred, target))
+            found[f"{split}_loss"] = loss if math.isfinite(loss) else None
         if self.metrics or not self.objective.default:
-            self._check_alike(ordered | measured)
-        return ordered | measured
+            self._check_alike(found | measured)
+        return found | measured
 
     def _names(self, split: str) -> list[str]:
         return [*([f"{split}_accuracy"] if self.classifies else []), f"{split}_loss"]
 
     def _check_alike(self, scores: Scores) -> None:
         """Raises where workers have other numbers, as of their own rows alone."""
-        everyone = self.comm.all_gather_object(scores)
+        everyone = self.comm.from_everyone(scores)
         for rank, theirs in enumerate(everyone):
             for name, value in everyone[0].items():
                 if theirs.get(name) != value:
@@ -258,8 +287,8 @@ def _here(values: Tensor) -> Tensor:
 
 
 def _graphs(
-    data: Data,
-    others: Mapping[str, Data],
+    data: Sequence[Data],
+    others: Mapping[str, Sequence[Data]],
     target: str,
     splits: Mapping[str, str] | None,
     options: dict[str, Any],
@@ -267,14 +296,15 @@ def _graphs(
     unknown = set(others) - {"val", "test"}
     if unknown:
         raise ValueError(f"'evaluate_on' is for 'val' and 'test' (got {sorted(unknown)})")
-    own = find_targets(data, target, splits=splits, **options)
+    own = [find_targets(one, target, splits=splits, **options) for one in data]
     for split in others:
-        if own.counts[split]:
+        if any(targets.counts[split] for targets in own):
             raise ValueError(
                 f"'data' and evaluate_on[{split!r}] both hold {split} rows: leave one of them out"
             )
     rest = tuple(split for split in SPLITS if split not in others)
-    graphs: list[Graph] = [(data, own, rest)]
-    for split, other in others.items():
-        graphs.append((other, find_targets(other, target, whole=split, **options), (split,)))
+    graphs: list[Graph] = [(one, found, rest) for one, found in zip(data, own, strict=True)]
+    for split, several in others.items():
+        for other in several:
+            graphs.append((other, find_targets(other, target, whole=split, **options), (split,)))
     return graphs

@@ -88,13 +88,13 @@ class Report(Callback):
     def on_start(self, trainer: Trainer) -> None:
         problem: str | None = None
         hosts = trainer.comm.all_gather_object(platform.node())
-        if trainer.comm.rank == 0:
+        if trainer.comm.writes:
             try:
                 self._prepare(trainer, list(dict.fromkeys(hosts)))
             except (OSError, TypeError, ValueError) as error:
                 why = explained(error, self.folder)
                 problem = f"Cannot write the report {os.fspath(self.folder)!r}: {why}"
-        problem = trainer.comm.broadcast_object(problem)
+        problem = trainer.comm.from_everyone(problem)[0]
         if problem is not None:
             raise ReportError(problem)
         self._hosted, self._epochs = HostedRun(trainer.comm), 0
@@ -104,7 +104,7 @@ class Report(Callback):
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         self._epochs += 1
         workers = self._gather_figures(trainer.comm)
-        if trainer.comm.rank == 0:
+        if trainer.comm.writes:
             line = json.dumps(_line(record) | workers) + "\n"
             with self._going_on():
                 _append(self.folder / _METRICS, line)
@@ -114,7 +114,7 @@ class Report(Callback):
         workers = trainer.comm.all_gather_object(self._ledger.summary())
         nodes = int(trainer.data.num_nodes or 0)
         hosting = self._hosted.summary(trainer.model, self._ledger, nodes, self._epochs)
-        if trainer.comm.rank != 0:
+        if not trainer.comm.writes:
             return
         outcome: dict[str, Any] = asdict(result) | {"workers": workers}
         if hosting:
@@ -165,6 +165,7 @@ class Report(Callback):
             "train": asdict(trainer.config),
             "workers": len(set(_worker_of(trainer.comm))),
             "num_parts": trainer.comm.world_size,
+            "replicas": trainer.comm.replicas,
             "backend": trainer.comm.backend,
             "device": str(trainer.comm.device),
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),

@@ -21,6 +21,7 @@ from pyg_sar.files import from_json
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.arguments import cycles_momentum
 from pyg_sar.train.checkpoint import Checkpoint
+from pyg_sar.train.evaluation import Graph
 from pyg_sar.train.targets import Targets
 from pyg_sar.wording import counted
 
@@ -155,6 +156,7 @@ def resume_schedulers(
 
 _CHUNK = 2**20  # edges that are hashed at a time
 
+_DIGESTS = ("node_digest", "edge_digest")
 DIFFERENCES = {
     "nodes": "number of nodes",
     "edges": "number of edges",
@@ -162,6 +164,25 @@ DIFFERENCES = {
     "edge_digest": "ends of edges",
 }
 """Names what differs between graphs, for each value of :func:`graph_digest`."""
+
+
+def digest_of_all(graphs: Sequence[Graph], comm: Communicator) -> dict[str, Any] | None:
+    """Returns the sums of :func:`graph_digest` over graphs, and over replicas. Collective."""
+    found = [graph_digest(data, targets, comm) for data, targets, _ in graphs]
+    if comm.across is not None:
+        found = [one for replica in comm.across.all_gather_object(found) for one in replica]
+    known = [digest for digest in found if digest is not None]
+    if len(known) < len(found):
+        return None
+
+    def total(texts: Sequence[str]) -> str:
+        return f"{sum(int(text, 16) for text in texts) % 2**64:016x}"
+
+    return {
+        **{name: sum(digest[name] for digest in known) for name in ("nodes", "edges")},
+        **{name: total([digest[name] for digest in known]) for name in _DIGESTS},
+        "owners": [total(of_rank) for of_rank in zip(*(d["owners"] for d in known), strict=True)],
+    }
 
 
 def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@
     result = trainer.fit()
 
 The loop does not know how the graph is divided: predictions and targets are tensors of the whole
-graph, losses and metrics PyTorch's own.
+graph, losses and metrics PyTorch's own. With replicas, each has graphs of its own; a step is of one
+graph of each.
 
 [Note: in step] Workers must agree on when to evaluate, lower the learning rate, and stop. Each of
 these decisions depends on values that are the same numbers to the last bit on every worker.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,8 +32,8 @@ from torch_geometric.data import Data
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
-from pyg_sar.reduction.parameters import check_replicas, check_settings
-from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
+from pyg_sar.reduction.parameters import check_replicas, check_settings, copy_from_first
+from pyg_sar.train.arguments import as_list, check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
     inspect_checkpoint,
@@ -49,9 +50,15 @@ from pyg_sar.train.flow import (
     training_seeds,
 )
 from pyg_sar.train.objective import Loss, Objective
-from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
+from pyg_sar.train.resuming import (
+    check_same_graph,
+    check_same_run,
+    digest_of_all,
+    resume_schedulers,
+)
 from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
+from pyg_sar.wording import counted
 
 __all__ = [
     "Callback",
@@ -93,10 +100,12 @@ class Trainer:
         model: Called by ``forward``; its parameters are the same on every worker (as
             :func:`pyg_sar.distribute` leaves them) and after ``backward()`` every ``p.grad`` holds
             its gradient.
-        data: The graph, as :func:`pyg_sar.load_partition` gives it. For node classification: ``y``
-            int64 ``[num_nodes]`` or ``[num_nodes, 1]`` (-1: no label), ``train_mask`` and, where
-            there are such nodes, ``val_mask`` and ``test_mask``, bool ``[num_nodes]`` or
-            ``[num_nodes, num_splits]``.
+        data: The graph, as :func:`pyg_sar.load_partition` gives it, or a list of graphs: an epoch
+            has a step for each, in their order. With replicas those of this one, as many as the
+            others have; the loss is the mean over replicas, scores are of the rows of all graphs of
+            all replicas together. For node classification: ``y`` int64 ``[num_nodes]`` or
+            ``[num_nodes, 1]`` (-1: no label), ``train_mask`` and, where there are such nodes,
+            ``val_mask`` and ``test_mask``, bool ``[num_nodes]`` or ``[num_nodes, num_splits]``.
         config: The settings.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
         forward: Computes the predictions from model and data, a row per row of the target, where
@@ -121,8 +130,8 @@ class Trainer:
             PyG's ``MaskLabel`` say.
         sampler: Train on sampled neighbours, to compare with: an epoch has a step for each batch of
             training nodes, with ``forward`` on its graph. Evaluation is exact.
-        evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
-            ``RandomLinkSplit`` makes them.
+        evaluate_on: Other graphs for ``'val'`` and ``'test'``, or lists of them, of whose targets
+            all count, as ``RandomLinkSplit`` makes them.
         optimizer: Made from ``config`` unless given.
         scheduler: Any of ``torch.optim.lr_scheduler`` with the optimizer, or a function that makes
             it for the optimizer, in place of ``config.schedule``. It makes a step after each epoch;
@@ -138,7 +147,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Data,
+        data: Data | Sequence[Data],
         config: TrainConfig | None = None,
         *,
         comm: Communicator | None = None,
@@ -150,7 +159,7 @@ class Trainer:
         flow: Data | None = None,
         labels: float | None = None,
         sampler: NeighborSampling | None = None,
-        evaluate_on: Mapping[str, Data] | None = None,
+        evaluate_on: Mapping[str, Data | Sequence[Data]] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -160,15 +169,18 @@ class Trainer:
         given |= {"evaluate_on": evaluate_on, "optimizer": optimizer, "callbacks": callbacks}
         check_arguments(given)
         self.model = model
-        self.data = data
+        graphs = as_list("data", data)
+        self.data, self._steps = graphs[0], len(graphs)
         self.config = config or TrainConfig()
         self.comm = comm or current()
-        if self.comm.replicas > 1:
-            raise ValueError(
-                f"Trainer trains on one graph, and this is replica {self.comm.replica} of "
-                f"{self.comm.replicas}: write the loop over a replica's samples yourself "
-                "(docs/training.md), or start with one replica"
-            )
+        if self._steps > 1 or self.comm.replicas > 1:
+            for name, value in (("flow", flow), ("labels", labels), ("sampler", sampler)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name!r} is for one graph, and this Trainer has "
+                        f"{counted(self._steps, 'graphs')} in "
+                        f"{counted(self.comm.replicas, 'replicas')}: leave it out"
+                    )
         self.forward = forward
         self.callbacks = list(callbacks)
         self.objective = Objective(loss, self.config.label_smoothing)
@@ -183,8 +195,8 @@ class Trainer:
         self._waited = 0
         self._digest: list[dict[str, Any] | None] = []
         self.rows = Evaluation(
-            data,
-            dict(evaluate_on or {}),
+            graphs,
+            {k: as_list(f"evaluate_on[{k!r}]", v) for k, v in (evaluate_on or {}).items()},
             target=target,
             splits=splits,
             column=self.config.split,
@@ -244,8 +256,11 @@ class Trainer:
         """
         start = time.perf_counter()
         shared = self._settings() | {"scheduler": str(self._schedule_state())}
+        shared |= {"graphs": self._steps, "classes": self.rows.classifies}
         shared.pop("seed")
-        check_settings(shared, self.optimizer, self.comm)
+        for group in (self.comm, self.comm.across):
+            if group is not None:
+                check_settings(shared, self.optimizer, group)
         if self.epoch == 0 and self.config.seed is not None:
             torch.manual_seed(self.config.seed)
         if self.flow is not None:
@@ -300,16 +315,20 @@ class Trainer:
         )
 
     def train_step(self) -> tuple[float, float | None]:
-        """Makes one optimizer step; returns the loss, and the gradient norm if clipped.
+        """Makes the steps of an epoch: one, or one for each of several graphs or batches.
+
+        Returns:
+            The mean of the losses, and the last gradient norm if clipped.
 
         Raises:
-            DivergedError: on every worker, when the loss is infinite or nan; no step is taken.
+            DivergedError: on every worker, when a loss is infinite or nan; no step is taken on it.
         """
         self.model.train()
-        if self.sampler is not None:
-            return self._sampled_steps(self.sampler)
-        self.optimizer.zero_grad(set_to_none=True)
-        return self._backward(), self._step()
+        losses, norm = [], None
+        for rows in self._batches():
+            losses.append(self._backward(rows))
+            norm = self._step()
+        return sum(losses) / len(losses), norm
 
     def _step(self) -> float | None:
         """Changes the parameters by their gradients; returns the gradients' norm if clipped."""
@@ -320,21 +339,23 @@ class Trainer:
         self.optimizer.step()
         return norm
 
-    def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
-        """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
-        targets, losses, norm = self.rows.targets, [], None
-        seed = self.config.seed or 0
-        for flow in sampler.batches(self.data, targets.masks["train"], seed, self.epoch):
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the model's rows, and targets, of each step; no gradients are left before it."""
+        if self.sampler is None:
+            for number in range(self._steps):
+                self.optimizer.zero_grad(set_to_none=True)
+                yield self._training_rows(number)
+            return
+        targets, seed = self.rows.targets, self.config.seed or 0
+        for flow in self.sampler.batches(self.data, targets.masks["train"], seed, self.epoch):
             self.optimizer.zero_grad(set_to_none=True)
             out = self.forward(self.model, flow)[: flow.batch_size]
-            losses.append(self._backward((out, targets.values[flow.input_id])))
-            norm = self._step()
-        return sum(losses) / len(losses), norm
+            yield out, targets.values[flow.input_id]
 
     def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
         """Returns the training loss, after adding its gradients to the parameters'."""
         loss = self.objective(*(rows or self._training_rows()))
-        value = float(loss.detach())
+        value = float(self.comm.average(loss))
         if not math.isfinite(value):
             raise DivergedError(
                 f"The training loss is {value} in epoch {self.epoch + 1}; lower 'lr', set "
@@ -343,13 +364,14 @@ class Trainer:
         loss.backward()
         return value
 
-    def _training_rows(self) -> tuple[Tensor, Tensor]:
-        """Returns the model's rows, and targets, of a step."""
-        mask, values = self.rows.targets.masks["train"], self.rows.targets.values
+    def _training_rows(self, number: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns the model's rows, and targets, of a step on a graph."""
+        targets = self.rows.graphs[number][1]
+        mask, values = targets.masks["train"], targets.values
         shown = None if self.labels is None else self.labels.shown(self.epoch)
         self._show(shown)
         if self.flow is None:
-            out = self.rows.predict(self.forward, self.model)
+            out = self.rows.predict(self.forward, self.model, number)
         else:
             out = self.forward(self.model, self.flow)[: self.flow.batch_size]
             seeds = self.flow.input_id
@@ -373,6 +395,8 @@ class Trainer:
             ValueError: on every worker, when the model's parameters or buffers differ between them,
                 or a metric fails.
         """
+        if self.comm.across is not None:  # The model that is judged is the one that is saved.
+            copy_from_first(self.model.buffers(), self.comm.across)
         check_replicas(self.model, self.comm)
         self.model.eval()
         self._show(None if self.labels is None else self.labels.mask)
@@ -447,8 +471,9 @@ class Trainer:
 
         Args:
             path: The file.
-            allow_changes: Go on with other settings than the checkpoint's, or with another number
-                of parts where it can't be shown that they are of the same graph.
+            allow_changes: Go on with other settings than the checkpoint's, with another number
+                of parts where it can't be shown that they are of the same graph, or with other
+                random numbers than those of another number of replicas.
 
         Raises:
             CheckpointError: on every worker, for an unfit file (:func:`load_checkpoint`), another
@@ -464,7 +489,10 @@ class Trainer:
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
         ]
-        checkpoint = load_checkpoint(path, self.model, self.optimizer, comm=self.comm)
+        drawn = not allow_changes or first.replicas == self.comm.replicas
+        checkpoint = load_checkpoint(
+            path, self.model, self.optimizer, restore_rng=drawn, comm=self.comm
+        )
         resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
         for kept in _KEPT:
             setattr(self, kept, state[kept])
@@ -480,7 +508,7 @@ class Trainer:
     def _graph(self) -> dict[str, Any] | None:
         """Returns what tells the graph from others; the first call is collective."""
         if not self._digest:
-            self._digest.append(graph_digest(self.data, self.rows.targets, self.comm))
+            self._digest.append(digest_of_all(self.rows.graphs[: self._steps], self.comm))
         return self._digest[0]
 
 
