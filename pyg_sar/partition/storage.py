@@ -266,7 +266,9 @@ def _check_target(root: Path, overwrite: bool) -> None:
             f"'{root}' exists; choose another folder or pass overwrite=True (--overwrite)"
         )
     if not (root / METADATA).is_file():
-        raise FileExistsError(f"'{root}' is not a partition, so it is not overwritten; delete it")
+        raise FileExistsError(
+            f"'{root}' is not a partition, so it is not overwritten; choose another folder"
+        )
     others = _others(root)
     if others:
         raise FileExistsError(

@@ -50,7 +50,7 @@ from pyg_sar.train.flow import (
 )
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
-from pyg_sar.train.targets import LabelSplit
+from pyg_sar.train.targets import LabelSplit, not_finite
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
@@ -336,10 +336,8 @@ class Trainer:
         loss = self.objective(*(rows or self._training_rows()))
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise DivergedError(
-                f"The training loss is {value} in epoch {self.epoch + 1}; lower 'lr', set "
-                "'clip_norm', or look for infinite features"
-            )
+            why = not_finite(self.data, self.target) or "; lower 'lr', or set 'clip_norm'"
+            raise DivergedError(f"The training loss is {value} in epoch {self.epoch + 1}{why}")
         loss.backward()
         return value
 
