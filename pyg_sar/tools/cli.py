@@ -48,6 +48,7 @@ from pyg_sar.tools.start import (
     options_of_file,
     tell_agent,
 )
+from pyg_sar.tools.tables import TABLES
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
@@ -288,6 +289,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {arguments.out}: there is no such folder")
     if Path(arguments.out).is_dir():
         raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a file")
+    if Path(arguments.out).suffix not in (".npy", *TABLES):
+        raise ValueError(f"--out {arguments.out}: expected a name in .npy, {' or '.join(TABLES)}")
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
