@@ -169,6 +169,10 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     error = usage_error(capsys, *train, "--checkpoint", str(tmp_path))
     assert f"--checkpoint '{tmp_path}' is a folder" in error
     assert "--report '' names no folder" in usage_error(capsys, *train, "--report", "")
+    error = usage_error(capsys, *train, "--model", "graphsage")
+    assert "a model to be one of gat, gatv2" in error and "(got 'graphsage')" in error
+    error = usage_error(capsys, *train, "--labels", "0.5", "--loss", "mse")
+    assert "--labels 0.5 shows classes to the model, which --loss mse has none of" in error
     for option in (["--mfg", "on"], ["--labels", "0.5"]):
         error = usage_error(capsys, *train, "--sampler", "neighbor", *option)
         assert "--sampler neighbor goes without --mfg and --labels" in error
@@ -458,6 +462,16 @@ def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
         ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
         ("y", {"y": ["a", "b", "c"]}, "train", "'y' (list, a row per node) can't be a tensor"),
         ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
+        (
+            "bool",
+            {"y": torch.ones(3).bool()},
+            "train",
+            "y (torch.bool of shape [3]) holds no class",
+        ),
+        ("wide", {"y": torch.ones(3, 2).long()}, "train", "give --loss bce"),
+        ("complex", {"x": torch.ones(3, 2) * 1j}, "train", "x holds complex numbers (torch.comp"),
+        ("complex", {"x": torch.ones(3, 2) * 1j}, "verify", "x holds complex numbers (torch.comp"),
+        ("none", {"x": None}, "plan", "The graph has no node features"),
     ):
         mask = torch.tensor([True, True, False])
         graph = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
@@ -471,6 +485,8 @@ def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
             assert cli.main(cut) == 0
             capsys.readouterr()
             cut = ["train", "--parts", str(tmp_path / name), *SMALL, "--quiet"]
+        elif command != "partition":
+            cut = [command, cut[1]]
         assert message in usage_error(capsys, *cut)
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pyg_sar
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr
 from pyg_sar.partition.layout import (
@@ -176,6 +177,20 @@ def test_wrong_assignments_are_named(vector, message):
 def test_wrong_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         assign_nodes(torch.empty(2, 0, dtype=torch.long), 3, **{"num_parts": 2, **arguments})
+
+
+def test_no_graph_and_no_number_of_parts_are_named(graph, tmp_path):
+    for data, parts, message in (
+        ("graph.pt", 2, r"'data' to be a Data or a HeteroData, one graph \(got str\)"),
+        ([graph], 2, r"one graph \(got list\)"),
+        (graph, "2", r"'num_parts' to be an integer \(got '2'\)"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            pyg_sar.write_partitions(data, parts, tmp_path / "parts")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    with pytest.raises(FileExistsError, match="is not a partition, .*; choose another folder"):
+        pyg_sar.write_partitions(graph, 2, tmp_path / "mine", overwrite=True)
 
 
 def test_table():

@@ -603,6 +603,7 @@ def test_mistakes_of_the_command(tmp_path: Path, capsys, monkeypatch: pytest.Mon
         ("wide.ckpt", "hetero", "o.npy"): "'hetero' holds a heterogeneous graph",
         ("none.ckpt", "parts", "o.npy"): "there is no such file",
         ("wide.ckpt", "parts", "no/o.npy"): "--out no/o.npy: there is no such folder",
+        ("wide.ckpt", "parts", "o.txt"): "--out o.txt: expected a name in .npy, .parquet or .csv",
         ("wide.ckpt", "nothing", "o.npy"): "'nothing'",
     }
     for (checkpoint, parts, out), message in wrong.items():

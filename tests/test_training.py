@@ -346,9 +346,12 @@ def test_a_diverged_loss_ends_the_training_and_closes_the_callbacks():
     data = small_graph()
     data.x[0, 0] = math.inf
     trainer = Trainer(make_model(), data, DROPOUT_FREE, callbacks=[recorder])
-    with pytest.raises(DivergedError, match=r"loss is nan in epoch 1; lower 'lr'"):
+    with pytest.raises(DivergedError, match=r"is nan in epoch 1: data\.x holds NaN or infinite"):
         trainer.fit()
     assert recorder.events == ["start", "close"]
+    trainer = Trainer(make_model(), small_graph(), TrainConfig(lr=1e38, optimizer="sgd"))
+    with pytest.raises(DivergedError, match=r"in epoch [23]; lower 'lr', or set 'clip_norm'"):
+        trainer.fit()
 
 
 def test_progress_shows_loss_and_accuracies(capsys):

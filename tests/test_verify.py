@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ class Net(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.inner(self.convs[0](x, edge_index).relu())
         return self.convs[1](self.between(x), edge_index)
+
+
+class Cleaned(Net):
+    """Takes features that are missing."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x.nan_to_num(), edge_index)
 
 
 def rows_here(x: Tensor) -> Tensor:
@@ -281,6 +289,11 @@ def test_mistakes(flaw: str, graph: Data):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             pyg_sar.verify(gnn.GCN(CHANNELS + 1, 8, 2, OUT), graph)
         assert torch.get_default_dtype() == torch.float32
+        broken = graph.clone()
+        broken.x[3, 0] = math.nan
+        with pytest.raises(ValueError, match=r"outputs are not finite.*: data\.x holds NaN"):
+            pyg_sar.verify(Net(), broken)
+        assert pyg_sar.verify(Cleaned(), broken).ok
 
 
 # The sample ##################################################################

@@ -79,6 +79,9 @@ def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
     def cut(value: Any) -> Any:
         edges = isinstance(value, NodeTensor) and value.edges is not None
+        plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor)
+        if plain and value.dtype == torch.long and value.dim() == 2:
+            edges = len(value) == 2  # The edges of one process, which are not distributed.
         if edges or isinstance(value, DistEdgeIndex):
             return torch.zeros(2, 1, dtype=torch.long, device=value.device)
         if isinstance(value, Tensor) and value.dim() > 0:

@@ -44,7 +44,7 @@ from pyg_sar.files import (
     with_checksum,
 )
 from pyg_sar.files import flush as _flush
-from pyg_sar.partition.assignment import Assignment
+from pyg_sar.partition.assignment import Assignment, check_num_parts
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
 from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata
@@ -137,6 +137,8 @@ def write_partitions(
         KeyboardInterrupt: On Ctrl-C; with ``memory`` it says where what is done is kept.
     """
     report = progress or (lambda text: None)
+    check_type("data", data, (Data, HeteroData), "a Data or a HeteroData, one graph")
+    check_num_parts(num_parts)
     check_path("root", root)
     root = Path(root)
     root = root.resolve() if root.is_symlink() or not root.name else root
@@ -266,7 +268,9 @@ def _check_target(root: Path, overwrite: bool) -> None:
             f"'{root}' exists; choose another folder or pass overwrite=True (--overwrite)"
         )
     if not (root / METADATA).is_file():
-        raise FileExistsError(f"'{root}' is not a partition, so it is not overwritten; delete it")
+        raise FileExistsError(
+            f"'{root}' is not a partition, so it is not overwritten; choose another folder"
+        )
     others = _others(root)
     if others:
         raise FileExistsError(

@@ -25,7 +25,7 @@ from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.demo import DemoConfig, run_demo
 from pyg_sar.tools.graphs import load_graph, names_in
-from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model
+from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model, place_and_name
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import (
@@ -37,6 +37,7 @@ from pyg_sar.tools.run import (
     over_seeds,
     say_kept,
     train_seeds,
+    use_features,
 )
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
 from pyg_sar.tools.start import (
@@ -47,6 +48,7 @@ from pyg_sar.tools.start import (
     options_of_file,
     tell_agent,
 )
+from pyg_sar.tools.tables import TABLES
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
@@ -63,7 +65,7 @@ EXIT_INTERRUPT = 130
 
 #: Exceptions of a worker that are a user's mistake, and others whose message says it all.
 _USAGE_ERRORS = ("UsageError", "PartitionError", "CheckpointError", "ReportError")
-_CLEAR_ERRORS = ("DivergedError", "CommTimeoutError")
+_CLEAR_ERRORS = ("DivergedError", "CommTimeoutError", "StoreError")
 
 _COURTESY = 2.0  # seconds
 _OF_FEATURES = "columns of a table that become x, in this order: age income 'f*'"
@@ -287,6 +289,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {arguments.out}: there is no such folder")
     if Path(arguments.out).is_dir():
         raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a file")
+    if Path(arguments.out).suffix not in (".npy", *TABLES):
+        raise ValueError(f"--out {arguments.out}: expected a name in .npy, {' or '.join(TABLES)}")
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
@@ -329,6 +333,11 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
             f"--seeds {arguments.seeds} goes without --checkpoint and --resume, which are of one "
             "run: run the seed that you want alone (--seed K --checkpoint FILE)"
         )
+    if arguments.labels is not None and arguments.loss != "cross_entropy":
+        raise ValueError(
+            f"--labels {arguments.labels} shows classes to the model, which --loss "
+            f"{arguments.loss} has none of: leave it out"
+        )
     model = _settings(ModelConfig, arguments, name=arguments.model)
     if model.own:
         _refuse_for_own(model, arguments)
@@ -347,6 +356,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
 
 def _refuse_for_own(model: ModelConfig, arguments: argparse.Namespace) -> None:
     """Raises for an option of the built-in models, which a model of one's own would not see."""
+    place_and_name(model.name)  # A mistyped name is no model of one's own.
     default = ModelConfig()
     names = ["hidden", "heads", "dropout", "norm"]
     if arguments.mfg == "off" and arguments.sampler == "none":
@@ -400,6 +410,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.source!r} is a heterogeneous graph, which can't be verified")
     torch.manual_seed(arguments.seed)
     if arguments.model in MODELS:
+        use_features(data, own=False)
         labels = data.get("y")
         known = isinstance(labels, torch.Tensor) and labels.numel()
         classes = data.num_features

@@ -376,10 +376,16 @@ def _merged_layers(
 
 def _error(found: Sequence[Tensor | None], whole: Tensor) -> float | None:
     """Returns the largest error of the workers' tensors; ``None`` if not comparable."""
-    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    scale = _size(whole)
     if any(one is None or one.shape != whole.shape for one in found):
         return None
     return max(_distance(one, whole, scale) for one in found)
+
+
+def _size(tensor: Tensor) -> float:
+    """Returns ``max |tensor|`` of what is finite, 0 of nothing."""
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _distance(a: Tensor | None, b: Tensor | None, scale: float | None = None) -> float:
@@ -391,8 +397,9 @@ def _distance(a: Tensor | None, b: Tensor | None, scale: float | None = None) ->
     if a.numel() == 0:
         return 0.0
     a, b = a.detach().double(), b.detach().double()
-    size = float(b.abs().max()) if scale is None else scale
-    difference = torch.where(a.isnan() & b.isnan(), 0.0, (a - b).abs())
+    size = _size(b) if scale is None else scale
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, 0.0, (a - b).abs())
     error = float(difference.max()) / max(size, 1e-300)
     return error if error == error else float("inf")
 

@@ -254,7 +254,9 @@ def load_saved(path: str | os.PathLike[str]) -> Data | HeteroData:
     try:
         with safe_data_classes():
             value = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # Bytes that are no pickle make torch raise any.
         names = sorted(set(re.findall(r"GLOBAL ([\w.]+)", str(error))))
         reason = f"it needs {', '.join(names)}" if names else "it is damaged or of another kind"
         raise ValueError(

@@ -224,6 +224,21 @@ def _check_sizes(**sizes: int) -> None:
 # Models by name ###############################################################
 
 
+def place_and_name(source: str) -> tuple[str, str]:
+    """Returns the two sides of ``'module:callable'`` or ``'FILE.py:callable'``.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    place, colon, name = source.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(
+            f"Expected a model to be one of {', '.join(MODELS)}, 'module:callable' or "
+            f"'FILE.py:callable' (got {source!r})"
+        )
+    return place, name
+
+
 def imported_model(source: str, data: Data) -> nn.Module:
     """Builds a model by ``'module:callable'`` or ``'FILE.py:callable'``.
 
@@ -237,12 +252,7 @@ def imported_model(source: str, data: Data) -> nn.Module:
     Raises:
         ValueError: When there is no such function, or it returns no model.
     """
-    place, colon, name = source.rpartition(":")
-    if not colon or not place or not name:
-        raise ValueError(
-            f"Expected a model to be one of {', '.join(MODELS)}, 'module:callable' or "
-            f"'FILE.py:callable' (got {source!r})"
-        )
+    place, name = place_and_name(source)
     make: Callable[..., Any] | None = getattr(_module(place), name, None)
     if not callable(make):
         raise ValueError(f"{place!r} has no function or class {name!r}")
@@ -274,13 +284,18 @@ def _module(place: str) -> Any:
     return module
 
 
+def check_names(names: Sequence[str], data: Data) -> None:
+    """Raises :class:`ValueError` for a name of no attribute of the graph (``'data'`` is itself)."""
+    missing = [name for name in names if name not in data and name != "data"]
+    if missing:
+        raise ValueError(f"'data' has no {missing}; it has {', '.join(map(str, data.keys()))}")
+
+
 def call_with(names: Sequence[str]) -> Call:
     """Returns a ``call`` that passes the attributes ``names`` of the graph by keyword."""
 
     def call(model: nn.Module, data: Data) -> Any:
-        missing = [name for name in names if name not in data and name != "data"]
-        if missing:
-            raise ValueError(f"'data' has no {missing}; it has {', '.join(map(str, data.keys()))}")
+        check_names(names, data)
         return model(**{name: data if name == "data" else data[name] for name in names})
 
     return call

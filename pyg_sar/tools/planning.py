@@ -41,7 +41,7 @@ from pyg_sar.tools.plan_sample import (
     read_shapes,
 )
 from pyg_sar.tools.rates import Disk, Rates
-from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
+from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes, use_features
 from pyg_sar.train.flow import call_model
 
 MOST_ESTIMATED = 8
@@ -376,6 +376,7 @@ class Build:
 
     def __call__(self, data: Data) -> nn.Module:
         try:
+            use_features(data, own=self.name not in MODELS)
             if self.name not in MODELS:
                 return imported_model(self.name, data)
             config = ModelConfig(name=self.name, **self.options)

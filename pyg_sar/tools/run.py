@@ -29,6 +29,7 @@ from pyg_sar.tools.models import (
     Call,
     StockModel,
     call_with,
+    check_names,
     imported_model,
     stock_model,
 )
@@ -246,6 +247,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             "take: write a training script as examples/hetero.py does"
         )
     use_features(data, own=config.model.own)
+    check_names(config.args or (), data)
     seed = config.train.seed
     if seed is not None:
         torch.manual_seed(seed)
@@ -309,6 +311,10 @@ def use_features(data: Data, *, own: bool) -> None:
             "The graph has no node features: data.x must have shape [num_nodes, F], F >= 1 (got "
             f"{found})"
         )
+    if x.is_complex():
+        raise UsageError(
+            f"data.x holds complex numbers ({x.dtype}): give real ones, such as .abs()"
+        )
     if not own or not x.is_floating_point():
         data.x = x.float()
     if not own and isinstance(weight, Tensor):
@@ -323,6 +329,11 @@ def _outputs(config: RunConfig, data: Data) -> int:
             raise UsageError(
                 f"data.y holds numbers ({found.dtype}), no classes, which --loss cross_entropy "
                 "takes: give --loss mse, mae or bce"
+            )
+        if isinstance(found, Tensor) and (found.dtype == torch.bool or found.shape[1:].numel() > 1):
+            raise UsageError(
+                f"data.y ({found.dtype} of shape {list(found.shape)}) holds no class per node, "
+                "which --loss cross_entropy takes: give --loss bce"
             )
         return count_classes(data)
     y = data.get("y")

@@ -52,6 +52,7 @@ from pyg_sar.tools.comparison import (
 )
 from pyg_sar.tools.models import Call, call_with
 from pyg_sar.train.hosted import HostedRun, backward_case
+from pyg_sar.train.targets import not_finite
 from pyg_sar.wording import counted
 
 __all__ = ["sample_nodes", "verify"]
@@ -304,6 +305,11 @@ def _reference(plain: nn.Module, data: Data, call: Call) -> ModelPass:
     data, leaves = _leaves(data)
     with NoDropout(), Recorder(model, keep_results=True).watch() as recorder:
         outputs = floats(call(model, data))
+    if not all(bool(out.isfinite().all()) for out in outputs):
+        raise ValueError(
+            "In one process the model's outputs are not finite, so there is nothing to compare"
+            f"{not_finite(data)}"
+        )
     _backward(outputs)
     found = ModelPass(recorder.events, [out.detach() for out in outputs])
     found.results = recorder.results

@@ -132,6 +132,17 @@ def node_labels(data: Data, name: str = "y") -> Tensor:
     return labels.long()
 
 
+def not_finite(data: Data, target: str = "y") -> str:
+    """Says which tensors of a graph, but for its targets, hold NaN or infinite numbers, if any."""
+    found = [
+        f": data.{name} holds NaN or infinite numbers"
+        for name, value in data
+        if name != target and isinstance(value, Tensor) and value.layout == torch.strided
+        if value.is_floating_point() and not bool(value.isfinite().all())
+    ]
+    return "".join(found)
+
+
 def _missing(name: str, found: Any) -> ValueError:
     what = "node classification needs a label per node (-1: none)" if name == "y" else "the target"
     state = "is missing" if found is None else f"is a {type(found).__name__}, no tensor of numbers"

@@ -56,7 +56,7 @@ from pyg_sar.train.resuming import (
     digest_of_all,
     resume_schedulers,
 )
-from pyg_sar.train.targets import LabelSplit
+from pyg_sar.train.targets import LabelSplit, not_finite
 from pyg_sar.train.wire_error import gradient_error, measure_every
 from pyg_sar.wording import counted
 
@@ -357,10 +357,8 @@ class Trainer:
         loss = self.objective(*(rows or self._training_rows()))
         value = float(self.comm.average(loss))
         if not math.isfinite(value):
-            raise DivergedError(
-                f"The training loss is {value} in epoch {self.epoch + 1}; lower 'lr', set "
-                "'clip_norm', or look for infinite features"
-            )
+            why = not_finite(self.data, self.target) or "; lower 'lr', or set 'clip_norm'"
+            raise DivergedError(f"The training loss is {value} in epoch {self.epoch + 1}{why}")
         loss.backward()
         return value
 
