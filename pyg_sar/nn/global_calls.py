@@ -421,15 +421,25 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
         kwargs: The same by name.
 
     Raises:
-        DistributedIndexError: The masks are not of the edges that it is called with, or the edges
-            go to other workers on their way.
+        DistributedIndexError: The masks are not of the edges that it is called with, the edges
+            go to other workers on their way, or not PyG's own function takes the messages: that
+            sees a worker's edges alone.
     """
     mask = getattr(layer, "_edge_mask", None)
-    if not isinstance(layer, MessagePassing) or not layer.explain or mask is None:
+    explains = isinstance(layer, MessagePassing) and bool(layer.explain)
+    title = f"{type(layer).__name__} (rank {current().rank})"
+    if explains and current().world_size > 1:
+        function = getattr(layer.explain_message, "__func__", layer.explain_message)
+        if function is not MessagePassing.explain_message:
+            raise DistributedIndexError(
+                f"{title} has an 'explain_message' of its own, of {function.__module__}, which "
+                "would take a worker's messages for those of all edges: take an explainer that "
+                "sets masks of edges, as GNNExplainer, or explain the plain model on one process"
+            )
+    if not explains or mask is None:
         yield
         return
     edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
-    title = f"{type(layer).__name__} (rank {current().rank})"
     if len(edges) != 1 or mask.shape != (edges[0].size(1),):
         raise DistributedIndexError(
             f"{title} is explained by a mask of shape {list(mask.shape)}, which is not that of its "
@@ -577,7 +587,8 @@ class GlobalPropagation(DistMessagePassing):
         call = _Call(self, (edge_index,), kwargs)
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
-            with call.parameters(), own_rows_only():
+            explaining = explained(self, (edge_index,), kwargs)
+            with explaining, call.parameters(), own_rows_only():
                 (edges,), local = call.arguments((edge_index,), kwargs)
                 edges = self._local_edges(edges)
                 (edges,), local = _sharing(call, (edges,), local)
