@@ -425,18 +425,19 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
             go to other workers on their way, or not PyG's own function takes the messages: that
             sees a worker's edges alone.
     """
-    mask = getattr(layer, "_edge_mask", None)
-    explains = isinstance(layer, MessagePassing) and bool(layer.explain)
-    title = f"{type(layer).__name__} (rank {current().rank})"
-    if explains and current().world_size > 1:
-        function = getattr(layer.explain_message, "__func__", layer.explain_message)
-        if function is not MessagePassing.explain_message:
-            raise DistributedIndexError(
-                f"{title} has an 'explain_message' of its own, of {function.__module__}, which "
-                "would take a worker's messages for those of all edges: take an explainer that "
-                "sets masks of edges, as GNNExplainer, or explain the plain model on one process"
-            )
-    if not explains or mask is None:
+    if not isinstance(layer, MessagePassing) or not layer.explain:
+        yield
+        return
+    mask, comm = getattr(layer, "_edge_mask", None), current()
+    title = f"{type(layer).__name__} (rank {comm.rank})"
+    function = getattr(layer.explain_message, "__func__", layer.explain_message)
+    if comm.world_size > 1 and function is not MessagePassing.explain_message:
+        raise DistributedIndexError(
+            f"{title} has an 'explain_message' of its own, of {function.__module__}, which would "
+            "take a worker's messages for those of all edges: take an explainer that sets masks "
+            "of edges, as GNNExplainer, or explain the plain model on one process"
+        )
+    if mask is None:
         yield
         return
     edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
