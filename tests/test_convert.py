@@ -542,10 +542,20 @@ def test_override_survives(graph: Data, root: Path):
             assert error(out, expected) <= TOLERANCE, name
 
 
+class Differences(gnn.MessagePassing):
+    """A layer of one's own, whose ``forward`` runs between tensors of the whole graph."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x - x.mean(0))
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        return x_j - x_i.tanh()
+
+
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_an_explained_layer_is_exact(graph: Data, root: Path):
+@pytest.mark.parametrize("layer", [gnn.SAGEConv(CHANNELS, OUT).double(), Differences()])
+def test_an_explained_layer_is_exact(layer: Any, graph: Data, root: Path):
     """An edge mask, as explainers set it: each edge's message is scaled."""
-    layer = gnn.SAGEConv(CHANNELS, OUT).double()
 
     def explained(module: Any, mask: Tensor) -> Any:
         module.explain = True
