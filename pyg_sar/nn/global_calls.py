@@ -130,10 +130,13 @@ class _Call:
         axis = int(getattr(self.module, "node_dim", 0))
         for tensor in batches:
             if axis >= 0 or tensor.axis != axis + tensor.dim():
+                remedy = f"pass x.movedim({tensor.axis}, {axis})"
+                if axis == tensor.axis:
+                    remedy = f"set node_dim={axis - tensor.dim()}, which counts from the end"
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a tensor of shape {list(tensor.shape)} with "
                     f"its nodes along axis {tensor.axis}, where it takes them along axis {axis} "
-                    f"(rank {self.comm.rank}): pass x.movedim({tensor.axis}, {axis})"
+                    f"(rank {self.comm.rank}): {remedy}"
                 )
         return axis
 
@@ -156,13 +159,14 @@ class _Call:
                 # No rows of the edges' nodes: a weight that was computed from some, say.
                 return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
-                same = [r for r in self.known if r.total == rows.total]
+                same, why = [r for r in self.known if r.total == rows.total], ""
                 if len(same) > 1:  # Nodes that were loaded twice, and as many edges, say.
+                    why = ": its nodes and its edges are as many. Change edges before partitioning"
                     same = [r for r in same if r.same(rows)][:1]
                 if len(same) != 1:
                     raise DistributedIndexError(
                         f"{type(self.module).__name__} got rows of another order than its graph's "
-                        f"(shape {list(value.shape)}, rank {self.comm.rank})"
+                        f"(shape {list(value.shape)}, rank {self.comm.rank}){why}"
                     )
                 rows = same[0]
             return to_local(value, rows, value.axis)
