@@ -340,7 +340,9 @@ def changed_before_backward(data: Data, ready: Callable[[Any], Any]) -> dict[str
         layer, x = ready(Modes(aggr).double()), leaf(data)
         given, out = list(layer.parameters()), layer(x, data.edge_index)
         change(layer)
-        node_losses(out).mean().backward()
+        loss = node_losses(out).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
         after = layer(x.detach(), data.edge_index).detach()
         gradients = [p.grad for p in given]
         found[f"{aggr}, {name}"] = [whole(out.detach()), whole(x.grad), *gradients, whole(after)]

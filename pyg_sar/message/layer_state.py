@@ -256,7 +256,7 @@ class AmbientState:
         devices = [self.device] if self._cuda is not None else []
         now = [(module, module.training) for module, _ in self._training]
         others = [
-            (registry, name, held, registry[name])
+            (registry, name, _copied(held), registry[name])
             for registry, values in self._state
             for name, held in values.items()
             if not _same(registry.get(name, held), held)
