@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,12 @@ from oracle import (
     Result,
     Sweep,
     assert_small,
+    both,
     error,
     errors,
     make_graph,
     node_losses,
+    parts,
     run_jobs,
     set_policy,
     single_process,
@@ -287,6 +290,75 @@ def test_rule_4_state_of_a_message_is_updated_once(root: Path):
             assert int(layer.seen) == layer.number == 0
 
     workers(worker, WORLD)
+
+
+class Modes(MessagePassing):
+    """A message that reads attributes of every kind."""
+
+    def __init__(self, aggr: str) -> None:
+        super().__init__(aggr=aggr)
+        self.net, self.function = Linear(CHANNELS, CHANNELS), torch.tanh
+        self.scale, self.pair, self.kind, self.factor = 2.0, (1.0, 2.0), [1, [2]], torch.tensor(1.5)
+        self.table = {"first": 1.5, "inner": {"a": 1.0}}
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        sent = self.function(self.net(x_j) * x_i * self.scale) * self.pair[1] * self.factor
+        sent = sent * self.table["first"] + self.table["inner"].get("a", 3.0) * x_j.sin()
+        return sent if isinstance(self.kind[1], list) else sent * x_j
+
+
+def new_table(layer: Any) -> None:
+    layer.table["first"] = 7.0
+
+
+def other_names(layer: Any) -> None:
+    layer.table["inner"] = {"b": 1.0}
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a number": lambda layer: setattr(layer, "scale", 5.0),
+    "a tuple": lambda layer: setattr(layer, "pair", (3.0, 4.0)),
+    "a structure": lambda layer: setattr(layer, "kind", [[1], 2]),
+    "a structure in place": lambda layer: layer.kind.__setitem__(slice(None), [[1], 2]),
+    "a tensor": lambda layer: setattr(layer, "factor", torch.tensor(4.0)),
+    "a function": lambda layer: setattr(layer, "function", torch.sigmoid),
+    "a dict in place": new_table,
+    "names of a dict": other_names,
+    "a module": lambda layer: setattr(layer, "net", Linear(CHANNELS, CHANNELS).double()),
+    "an aggregation": lambda layer: setattr(layer, "aggr_module", gnn.aggr.MulAggregation()),
+}
+
+
+def changed_before_backward(data: Data, ready: Callable[[Any], Any]) -> dict[str, list[Any]]:
+    """Outputs and gradients where an attribute is another by the backward pass, and a call more."""
+    found = {}
+    for aggr, (name, change) in product(("sum", "std", "median"), CHANGES.items()):
+        torch.manual_seed(0)
+        layer, x = ready(Modes(aggr).double()), leaf(data)
+        given, out = list(layer.parameters()), layer(x, data.edge_index)
+        change(layer)
+        loss = node_losses(out).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        after = layer(x.detach(), data.edge_index).detach()
+        gradients = [p.grad for p in given]
+        found[f"{aggr}, {name}"] = [whole(out.detach()), whole(x.grad), *gradients, whole(after)]
+    return found
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_rule_4_attributes_are_those_of_the_forward_pass(mode: int, graph: Data, root: Path):
+    def worker() -> Any:
+        ready = partial(pyg_sar.distribute, policy=SARPolicy(mode=mode))
+        return changed_before_backward(pyg_sar.load_partition(root), ready)
+
+    expected = changed_before_backward(graph, lambda layer: layer)
+    for found in both(worker, WORLD) if mode == 1 else parts(worker, WORLD):
+        wrong = {name: max(map(error, numbers, expected[name])) for name, numbers in found.items()}
+        assert_small(wrong, TOLERANCE, f"mode {mode}")
 
 
 class Scaled(MessagePassing):

@@ -21,6 +21,7 @@ from oracle import (
     Partitions,
     Sweep,
     assert_small,
+    both,
     error,
     errors,
     make_graph,
@@ -34,7 +35,12 @@ from torch import Tensor
 from torch.nn import Linear
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
+from torch_geometric.explain import (
+    AttentionExplainer,
+    Explainer,
+    GNNExplainer,
+    GraphMaskExplainer,
+)
 from torch_geometric.nn import MessagePassing
 
 import pyg_sar
@@ -536,10 +542,20 @@ def test_override_survives(graph: Data, root: Path):
             assert error(out, expected) <= TOLERANCE, name
 
 
+class Differences(gnn.MessagePassing):
+    """A layer of one's own, whose ``forward`` runs between tensors of the whole graph."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x - x.mean(0))
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        return x_j - x_i.tanh()
+
+
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_an_explained_layer_is_exact(graph: Data, root: Path):
+@pytest.mark.parametrize("layer", [gnn.SAGEConv(CHANNELS, OUT).double(), Differences()])
+def test_an_explained_layer_is_exact(layer: Any, graph: Data, root: Path):
     """An edge mask, as explainers set it: each edge's message is scaled."""
-    layer = gnn.SAGEConv(CHANNELS, OUT).double()
 
     def explained(module: Any, mask: Tensor) -> Any:
         module.explain = True
@@ -573,6 +589,32 @@ def test_an_explainer_that_collects_messages_is_refused(graph: Data, root: Path)
                 explainer(data.x, data.edge_index)
 
     workers(worker, WORLD)
+
+
+def test_an_explainer_with_a_message_of_its_own_is_refused(graph: Data, root: Path):
+    """It would see one worker's messages: its mean over edges gave other numbers, silently."""
+
+    def explain_message(self: Any, inputs: Tensor, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return inputs - inputs.mean(0)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, 3).double())
+        explainer = Explainer(
+            layer,
+            GraphMaskExplainer(1, epochs=1, log=False),
+            explanation_type="model",
+            node_mask_type="attributes",
+            edge_mask_type="object",
+            model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+        )
+        with pytest.raises(DistributedIndexError, match="'explain_message' .*graphmask_explainer"):
+            explainer(data.x, data.edge_index, index=3)
+        layer.explain_message = explain_message.__get__(layer)
+        with pytest.raises(DistributedIndexError, match="'explain_message' of its own, of test_co"):
+            layer(data.x, data.edge_index)
+
+    both(worker, WORLD)
 
 
 def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import parts
 from torch import Tensor
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -17,7 +18,7 @@ from torch_geometric import EdgeIndex, Index
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GraphNorm, SAGEConv
-from torch_geometric.utils import scatter, softmax
+from torch_geometric.utils import scatter, softmax, sort_edge_index
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError, WorkerError
@@ -696,3 +697,22 @@ def test_dropout_of_unlike_generators_is_an_error(tmp_path: Path) -> None:
     pyg_sar.launch(lambda: drop(pyg_sar.comm.current().rank, 0.0), 2)
     with pytest.raises(WorkerError, match=r"The random generators of rank 1 and rank 0 are in"):
         pyg_sar.launch(lambda: drop(pyg_sar.comm.current().rank, 0.5), 2)
+
+
+def test_what_is_as_long_as_the_nodes_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """As many edges as nodes, in another order; and nodes along an axis counted from the front."""
+    ring = torch.stack([torch.arange(NODES), torch.arange(NODES).roll(3)])
+    data = Data(x=make_graph().x, edge_index=ring, edge_weight=torch.rand(NODES, dtype=DOUBLE))
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        layer = pyg_sar.distribute(gnn.GraphConv(6, 3).double())
+        edge_index, weight = sort_edge_index(data.edge_index, data.edge_weight)
+        with pytest.raises(DistributedIndexError, match="its nodes and its edges are as many"):
+            layer(data.x, edge_index, weight)
+        layer.node_dim = 1
+        with pytest.raises(DistributedIndexError, match="set node_dim=-2"):
+            layer(torch.stack([data.x, data.x]), data.edge_index)
+
+    parts(worker, 2)

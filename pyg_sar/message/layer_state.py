@@ -218,22 +218,27 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 class AmbientState:
-    """Random numbers, autocast, flags and parameters of a moment: to compute again as at first.
+    """Random numbers, autocast, and a layer's state at a moment: to compute again as at first.
 
-    Others stand for the parameters and buffers within ``torch.func.functional_call``, say.
+    Others stand for the parameters and buffers within ``torch.func.functional_call``, say. Modules,
+    numbers, functions, tensors and containers that are attributes may be others by the backward
+    pass. Tensors with a graph are not kept: each step's would keep the graph of the step before.
 
     Args:
         device: The device that the layer computes on.
-        layer: Whose training flags, parameters and buffers matter.
+        layer: The layer.
     """
 
     def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
         self._training = [(module, module.training) for module in layer.modules()]
         registries: list[Any] = [
-            r for m in layer.modules() for r in (m._parameters, m._buffers) if r
+            r for m in layer.modules() for r in (m._parameters, m._buffers, m._modules) if r
         ]
-        self._tensors = [(registry, dict(registry)) for registry in registries]
+        self._state: list[tuple[Any, dict[str, Any]]] = [(r, dict(r)) for r in registries]
+        for own in map(vars, layer.modules()):
+            kept = {k: v for k, v in own.items() if k not in _INTERNAL and _kept(v)}
+            self._state.append((own, {k: _copied(v) for k, v in kept.items()}))
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -251,10 +256,10 @@ class AmbientState:
         devices = [self.device] if self._cuda is not None else []
         now = [(module, module.training) for module, _ in self._training]
         others = [
-            (registry, name, held, registry[name])
-            for registry, tensors in self._tensors
-            for name, held in tensors.items()
-            if registry.get(name, held) is not held
+            (registry, name, _copied(held), registry[name])
+            for registry, values in self._state
+            for name, held in values.items()
+            if not _same(registry.get(name, held), held)
         ]
         with torch.random.fork_rng(devices=devices), self.autocast():
             torch.set_rng_state(self._cpu)
@@ -280,6 +285,7 @@ class AmbientState:
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OWN = frozenset({"_edge_type", "_facts", "own_graphs"})
+_INTERNAL = frozenset({*vars(torch.nn.Module()), *_OWN})
 
 
 class Snapshot:
@@ -290,14 +296,13 @@ class Snapshot:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        internal = {*vars(torch.nn.Module()), *_OWN}
         self._modules = [(name, module) for name, module in layer.named_modules()]
         self._attributes = [dict(module.__dict__) for _, module in self._modules]
         self._contents = [
             {
                 key: _copied(value)
                 for key, value in module.__dict__.items()
-                if isinstance(value, _CONTAINERS) and key not in internal
+                if isinstance(value, _CONTAINERS) and key not in _INTERNAL
             }
             for _, module in self._modules
         ]
@@ -316,7 +321,6 @@ class Snapshot:
             for b in kept.values()
             if b is not None
         }
-        self._internal = internal
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Returns names, values before and values now of what changed."""
@@ -325,7 +329,7 @@ class Snapshot:
         ):
             prefix = f"{title}." if title else ""
             for key, value in module.__dict__.items():
-                if key in self._internal:
+                if key in _INTERNAL:
                     continue
                 old: Any = before.get(key)
                 if key in contents and value is before[key]:
@@ -376,6 +380,20 @@ def _copied(value: Any) -> Any:
     )  # fmt: skip
 
 
+def _kept(value: Any) -> bool:
+    """Says if an attribute is state that a message may read, and keeps no graph of autograd."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.grad_fn is None
+    if isinstance(value, _CONTAINERS) or type(value) is tuple:
+        return all(map(_kept, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _NUMBERS) or callable(value)
+
+
+def _same(now: Any, held: Any) -> bool:
+    """Says if an attribute is what it was, containers by what they hold."""
+    return now is held or (isinstance(held, (*_NUMBERS, *_CONTAINERS)) and _alike(now, held))
+
+
 def _refill(container: Any, contents: Any) -> None:
     if _alike(container, contents):
         return
@@ -398,13 +416,10 @@ def _alike(left: Any, right: Any) -> bool:
         return bool(((left == right) | ((left != left) & (right != right))).all())
     if type(left) is not type(right):
         return False
-    if isinstance(left, list | tuple | dict | deque):
-        mine, theirs = tree_leaves(left), tree_leaves(right)
-        if isinstance(left, dict) and list(left) != list(right):
-            return False
-        if isinstance(left, deque) or len(mine) != len(theirs):
-            return len(left) == len(right) and all(map(_alike, left, right))
-        return all(_alike(a, b) for a, b in zip(mine, theirs, strict=True))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(map(_alike, left.values(), right.values()))
+    if isinstance(left, list | tuple | deque):
+        return len(left) == len(right) and all(map(_alike, left, right))
     try:
         return bool(left == right)
     except (RuntimeError, TypeError, ValueError):

@@ -130,10 +130,13 @@ class _Call:
         axis = int(getattr(self.module, "node_dim", 0))
         for tensor in batches:
             if axis >= 0 or tensor.axis != axis + tensor.dim():
+                remedy = f"pass x.movedim({tensor.axis}, {axis})"
+                if axis == tensor.axis:
+                    remedy = f"set node_dim={axis - tensor.dim()}, which counts from the end"
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a tensor of shape {list(tensor.shape)} with "
                     f"its nodes along axis {tensor.axis}, where it takes them along axis {axis} "
-                    f"(rank {self.comm.rank}): pass x.movedim({tensor.axis}, {axis})"
+                    f"(rank {self.comm.rank}): {remedy}"
                 )
         return axis
 
@@ -156,13 +159,14 @@ class _Call:
                 # No rows of the edges' nodes: a weight that was computed from some, say.
                 return self.local(value.full_tensor(), gathered=True)
             if self.known and rows not in self.known:
-                same = [r for r in self.known if r.total == rows.total]
+                same, why = [r for r in self.known if r.total == rows.total], ""
                 if len(same) > 1:  # Nodes that were loaded twice, and as many edges, say.
+                    why = ": its nodes and its edges are as many. Change edges before partitioning"
                     same = [r for r in same if r.same(rows)][:1]
                 if len(same) != 1:
                     raise DistributedIndexError(
                         f"{type(self.module).__name__} got rows of another order than its graph's "
-                        f"(shape {list(value.shape)}, rank {self.comm.rank})"
+                        f"(shape {list(value.shape)}, rank {self.comm.rank}){why}"
                     )
                 rows = same[0]
             return to_local(value, rows, value.axis)
@@ -421,15 +425,26 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
         kwargs: The same by name.
 
     Raises:
-        DistributedIndexError: The masks are not of the edges that it is called with, or the edges
-            go to other workers on their way.
+        DistributedIndexError: The masks are not of the edges that it is called with, the edges
+            go to other workers on their way, or not PyG's own function takes the messages: that
+            sees a worker's edges alone.
     """
-    mask = getattr(layer, "_edge_mask", None)
-    if not isinstance(layer, MessagePassing) or not layer.explain or mask is None:
+    if not isinstance(layer, MessagePassing) or not layer.explain:
+        yield
+        return
+    mask, comm = getattr(layer, "_edge_mask", None), current()
+    title = f"{type(layer).__name__} (rank {comm.rank})"
+    function = getattr(layer.explain_message, "__func__", layer.explain_message)
+    if comm.world_size > 1 and function is not MessagePassing.explain_message:
+        raise DistributedIndexError(
+            f"{title} has an 'explain_message' of its own, of {function.__module__}, which would "
+            "take a worker's messages for those of all edges: take an explainer that sets masks "
+            "of edges, as GNNExplainer, or explain the plain model on one process"
+        )
+    if mask is None:
         yield
         return
     edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
-    title = f"{type(layer).__name__} (rank {current().rank})"
     if len(edges) != 1 or mask.shape != (edges[0].size(1),):
         raise DistributedIndexError(
             f"{title} is explained by a mask of shape {list(mask.shape)}, which is not that of its "
@@ -577,7 +592,8 @@ class GlobalPropagation(DistMessagePassing):
         call = _Call(self, (edge_index,), kwargs)
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
-            with call.parameters(), own_rows_only():
+            explaining = explained(self, (edge_index,), kwargs)
+            with explaining, call.parameters(), own_rows_only():
                 (edges,), local = call.arguments((edge_index,), kwargs)
                 edges = self._local_edges(edges)
                 (edges,), local = _sharing(call, (edges,), local)
