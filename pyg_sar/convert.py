@@ -141,7 +141,7 @@ def distribute(
     if comm.world_size > 1:
         shared.known_to(comm, model)
     if comm.across is not None:
-        averaging = ReplicaGradients(comm.across, shared.attributes)
+        averaging = ReplicaGradients(comm.across, shared.settings)
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model

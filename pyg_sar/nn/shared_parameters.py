@@ -64,17 +64,17 @@ class SharedParameters:
             if layer is not None:
                 yield name, layer
 
-    def attributes(self) -> list[str]:
-        """Returns a line for each plain attribute of the layers, alike on all workers."""
-        return [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+    def settings(self, comm: Communicator | None = None) -> list[str]:
+        """Returns a line for each plain attribute of the layers, alike on all workers.
 
-    def settings(self, comm: Communicator) -> list[str]:
-        """Returns :meth:`attributes`, and lines for what only workers of one graph have alike.
-
-        These are what plain tensors held of which rows were taken, what stood beside rows, and the
-        state that random generators had when dropout, say, drew last.
+        Args:
+            comm: Of the workers of one graph, which have more alike: what plain tensors held of
+                which rows were taken, what stood beside rows, and the state that random generators
+                had when dropout, say, drew last.
         """
-        rows = self.attributes()
+        rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+        if comm is None:
+            return rows
         plain, beside = f"plain tensors: {comm.plain}", "beside rows: "
         beside += str(comm.beside if comm.compares else 0)
         return [*rows, f"state of the random generators: {comm.drawn}", plain, beside]
