@@ -745,12 +745,13 @@ def test_rule_7_an_unused_parameter_costs_no_exchange(root: Path):
 
 
 class Fails(Nonlinear):
-    """Fails where it is armed."""
+    """Fails where it, or its class, is armed: its own attributes are the forward pass's."""
 
     armed = False
+    rank: int | None = None
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        if self.armed:
+        if self.armed or pyg_sar.comm.current().rank == Fails.rank:
             raise ArithmeticError("a cause of its own")
         return super().message(x_i, x_j)
 
@@ -762,7 +763,7 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(
     """The launch's own timeout is 60 s: ending is by the error, not by it."""
 
     def worker() -> None:
-        rank = pyg_sar.comm.current().rank
+        rank, Fails.rank = pyg_sar.comm.current().rank, None
         data = pyg_sar.load_partition(root)
         net = pyg_sar.distribute(torch.nn.ModuleDict({"first": Fails().double()}), REMADE)
         layer: Any = net["first"]
@@ -771,7 +772,7 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(
             layer(data.x, data.edge_index)
             layer.armed = rank == 1 and when == "forward"
             out = layer(data.x, data.edge_index)
-            layer.armed = rank == 1
+            Fails.rank = 1
             out.sum().backward()
         except BaseException as problem:
             (tmp_path / str(rank)).write_text(type(problem).__name__)
