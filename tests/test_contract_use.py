@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -418,9 +418,10 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
     """Parameters, attributes, scopes and caches are as before, and the next call is right."""
 
     class Fragile(Nonlinear):
+        fails: ClassVar = [False]  # Of the class: its own attributes are the forward pass's.
+
         def __init__(self) -> None:
             super().__init__()
-            self.fails = [False]
             self.kept: Tensor | None = None
 
         def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:

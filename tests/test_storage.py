@@ -382,7 +382,7 @@ def test_a_number_of_nodes_is_whole(tmp_path):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(TypeError, match=r"Data or HeteroData.*got dict"):
+    with pytest.raises(TypeError, match=r"a Data or a HeteroData.*got dict"):
         write_partitions({}, 2, tmp_path / "parts")
     with pytest.raises(ValueError, match="no node type"):
         write_partitions(HeteroData(), 2, tmp_path / "parts")

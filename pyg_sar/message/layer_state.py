@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import aggr
 
 from pyg_sar.errors import DistributedIndexError
@@ -374,10 +375,23 @@ class Snapshot:
 
 
 def _copied(value: Any) -> Any:
-    """Returns a copy of a container, of whatever depth; tensors stay the same."""
-    return tree_map(lambda leaf: leaf, value) if isinstance(value, list | dict) else (
-        type(value)(value) if isinstance(value, _CONTAINERS) else value
-    )  # fmt: skip
+    """Returns a copy of a container, of whatever depth; tensors stay the same.
+
+    PyTorch's ``tree_map`` would leave a cycle of its own functions for the collector.
+    """
+    if type(value) is tuple:
+        return tuple(map(_copied, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_copied, value))
+    if not isinstance(value, _CONTAINERS):
+        return value
+    found: Any = copy.copy(value)
+    if isinstance(value, dict):
+        found.update({k: _copied(v) for k, v in value.items()})
+    elif not isinstance(value, set):
+        for k, item in enumerate(value):
+            found[k] = _copied(item)
+    return found
 
 
 def _kept(value: Any) -> bool:
