@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import aggr
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.message.layer_facts import facts_of, hook_names
 from pyg_sar.space.distributed_index import version_of
 
 _PADDED = {
@@ -238,8 +238,8 @@ class AmbientState:
         ]
         self._state: list[tuple[Any, dict[str, Any]]] = [(r, dict(r)) for r in registries]
         for own in map(vars, layer.modules()):
-            kept = {k: v for k, v in own.items() if k not in _INTERNAL and _kept(v)}
-            self._state.append((own, {k: _copied(v) for k, v in kept.items()}))
+            kept = [k for k, v in own.items() if k not in _OF_PYG and _kept(v)]
+            self._state.append((own, {k: _copied(own[k]) for k in kept}))
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -287,6 +287,14 @@ _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OWN = frozenset({"_edge_type", "_facts", "own_graphs"})
 _INTERNAL = frozenset({*vars(torch.nn.Module()), *_OWN})
+_OF_PYG = frozenset(
+    {
+        *hook_names("propagate", "message", "aggregate", "message_and_aggregate", "edge_update"),
+        *("_user_args", "_fused_user_args", "_edge_user_args"),
+        *_INTERNAL,
+    }
+)
+"""Attributes that no message reads."""
 
 
 class Snapshot:
