@@ -239,17 +239,17 @@ class Evaluation:
         """
         found: Scores = {}
         measured: Scores = {}
-        outs = [self.predict(forward, model, k) for k in range(len(self.graphs))]
-        for split in SPLITS:
+        selected: dict[str, list[tuple[Tensor, Tensor]]] = {split: [] for split in SPLITS}
+        for k, (_, targets, splits) in enumerate(self.graphs):
+            out = self.predict(forward, model, k)  # Of one graph at a time.
+            for split in splits:
+                if self.totals[split]:
+                    selected[split].append((out[targets.masks[split]], targets.select(split)))
+        for split, pairs in selected.items():
             if not self.totals[split]:
                 found |= dict.fromkeys(self._names(split))
                 measured |= {f"{split}_{name}": None for name in self.metrics}
                 continue
-            pairs = [
-                (out[targets.masks[split]], targets.select(split))
-                for out, (_, targets, splits) in zip(outs, self.graphs, strict=True)
-                if split in splits
-            ]
             pred, target = (
                 over_replicas(torch.cat(rows) if len(rows) > 1 else rows[0], self.comm)
                 for rows in zip(*pairs, strict=True)
