@@ -2,11 +2,13 @@
 
     python benchmarks/changing.py [--atoms 100000] [--steps 3]
 
-Atoms lie in a periodic box, with about 40 neighbours each. Prints four tables.
+Atoms lie in a periodic box, with about 40 neighbours each. Prints four kinds of tables.
 """
 
 import argparse
+import concurrent.futures
 import math
+import multiprocessing
 import resource
 import statistics
 import tempfile
@@ -133,39 +135,72 @@ def edges_and_forces(folder: str, atoms: int, steps: int) -> None:
             print(f"| {kind} | {workers} | {name} | {shown}", flush=True)
 
 
-def replica_step(root: str, steps: int) -> float:
-    """Seconds of a training step."""
+def replica_step(root: str, steps: int, beside: tuple[str, int] | None = None) -> list[float]:
+    """Seconds of each training step.
+
+    With ``beside``, a file and 0 or 1, each step begins with that of the other group that trains.
+    """
     data = pyg_sar.load_partition(root)
     series = pyg_sar.partition.load_series(root)
     torch.manual_seed(0)
     model = pyg_sar.distribute(GraphSAGE(64, 64, 2, 64))
     times = []
     for k in range(steps + 1):
+        if beside is not None:
+            begun = np.memmap(beside[0], np.int64, "r+")
+            begun[beside[1]] += 1
+            while begun.min() < begun[beside[1]]:
+                time.sleep(0)
         start = time.perf_counter()
         x = pyg_sar.from_local(series[k % len(series)]["x"], data)
         model(x, data.edge_index).square().mean().backward()
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return times[1:]
 
 
-def snapshots_and_replicas(folder: str, steps: int) -> None:
-    """Bytes that a worker reads of a snapshot; a step of one group, and of two replicas of one."""
-    graph = pyg_sar.tools.load_graph("synthetic:nodes=20000,degree=10,features=1")
-    frames = np.random.default_rng(0).standard_normal((4, 20000, 64), dtype=np.float32)
+def one_group(root: str, steps: int, beside: tuple[str, int] | None = None) -> list[float]:
+    """Seconds of each step of one worker that averages nothing."""
+    return pyg_sar.launch(replica_step, 1, root, steps, beside)[0]
+
+
+def snapshots(folder: str) -> None:
+    """Bytes that a worker reads of a snapshot."""
     print("\n| parts | bytes of a snapshot that a worker reads | of all |\n|---|---|---|")
     for parts in (1, 2, 4):
-        root = f"{folder}/frames-{parts}"
-        pyg_sar.write_partitions(graph, parts, root, series={"x": frames})
+        root, whole = f"{folder}/frames-{parts}", 20_000 * 64 * 4
+        write_frames(root, 20_000, parts)
         read = max(pyg_sar.launch(_snapshot_bytes, parts, root))
-        print(f"| {parts} | {read:,} | {read / frames[0].nbytes:.2f} |")
-    root = f"{folder}/frames-1"
-    times: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(3):  # A worker that has the machine to itself, and two replicas that average.
-        for replicas, seconds in times.items():
-            apart = pyg_sar.launch(replica_step, replicas, root, steps, replicas=replicas)
-            seconds.append(statistics.median(apart))
-    one, two = (statistics.median(seconds) for seconds in times.values())
-    print(f"\nA step of 2 replicas takes {two / one:.2f} times that of one group.")
+        print(f"| {parts} | {read:,} | {read / whole:.2f} |", flush=True)
+
+
+def write_frames(root: str, nodes: int, parts: int) -> None:
+    """Partitions a graph of so many nodes, with four snapshots of 64 features."""
+    graph = pyg_sar.tools.load_graph(f"synthetic:nodes={nodes},degree=10,features=1")
+    frames = np.random.default_rng(0).standard_normal((4, nodes, 64), dtype=np.float32)
+    pyg_sar.write_partitions(graph, parts, root, series={"x": frames})
+
+
+def replicas(folder: str, nodes: int, steps: int) -> None:
+    """A step of two replicas; of two groups that train apart, step beside step; and of one."""
+    root = f"{folder}/replicas-{nodes}"
+    write_frames(root, nodes, 1)
+    times: dict[str, list[float]] = {"one alone": [], "two apart": [], "two replicas": []}
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
+        for _ in range(5):  # A step takes as long as the slower of two that begin together.
+            with tempfile.NamedTemporaryFile() as begun:
+                begun.write(bytes(16))
+                begun.flush()
+                groups = [pool.submit(one_group, root, steps, (begun.name, k)) for k in range(2)]
+                times["two apart"] += map(max, *(group.result() for group in groups))
+            both = pyg_sar.launch(replica_step, 2, root, steps, replicas=2)
+            times["two replicas"] += map(max, *both)
+            times["one alone"] += one_group(root, steps)
+    base = statistics.median(times["two apart"])
+    print(f"\n| groups, of {nodes:,} nodes each | step ms | to two apart |\n|---|---|---|")
+    for name, seconds in times.items():
+        step = statistics.median(seconds)
+        print(f"| {name} | {1000 * step:.1f} | {step / base:.2f} |", flush=True)
 
 
 def _snapshot_bytes(root: str) -> int:
@@ -179,7 +214,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         edges_and_forces(folder, args.atoms, args.steps)
-        snapshots_and_replicas(folder, 5 * args.steps)
+        snapshots(folder)
+        for nodes, steps in ((20_000, 20 * args.steps), (100_000, 7 * args.steps)):
+            replicas(folder, nodes, steps)
 
 
 if __name__ == "__main__":

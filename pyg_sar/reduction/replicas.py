@@ -149,10 +149,11 @@ class ReplicaGradients:
                 "forward pass): their gradients can't be averaged over replicas. Train the model's"
             )
         own = [p.grad if id(p) in before else None for _, p in named]
-        totals = post_totals(named, own, self.across, self.settings(), _LABEL)()
+        means = post_totals(named, own, self.across, self.settings(), _LABEL)()
+        if means:
+            torch._foreach_div_(list(means.values()), self.across.world_size)
         for _, parameter in named:
-            kept = before.get(id(parameter), parameter.grad)
-            if id(parameter) in totals:
-                mean = totals[id(parameter)].div_(self.across.world_size)
+            kept, mean = before.get(id(parameter), parameter.grad), means.get(id(parameter))
+            if mean is not None:
                 kept = mean if kept is None else kept.add_(mean)
             parameter.grad = kept
