@@ -13,6 +13,9 @@ each is compared with plain PyG of the same seed.
   the time of an epoch, and take as many epochs as plain PyG.
 * Memory is the largest resident set in a training step, beyond that before the graph was loaded,
   of the worker that takes most.
+* ``DGL`` is its ``SAGEConv`` on the whole graph. "SAR on DGL" is IntelLabs' implementation of SAR,
+  whose workers use gloo (:mod:`alternatives_dgl` says what to install). Both train as long as plain
+  PyG.
 * ``NeighborLoader`` needs pyg-lib or torch-sparse; without them this package's sampler takes its
   place. ``ClusterLoader`` gets its clusters from METIS by pymetis.
 """
@@ -34,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import alternatives_dgl as dgl
 import pymetis
 import torch
 import torch.nn.functional as F
@@ -66,7 +70,7 @@ SAMPLER = "NeighborLoader" if WITH_PYG_LIB or WITH_TORCH_SPARSE else "neighbours
 QUARTER = f"pyg_sar, {PARTS} parts in a quarter"
 WORKERS = {"pyg_sar, 1 worker": 1, "pyg_sar, 2 workers": 2, "pyg_sar, 4 workers": 4}
 SAMPLED = (SAMPLER, "ClusterLoader")
-WAYS = [PLAIN, "checkpoint", *SAMPLED, *WORKERS, QUARTER]
+WAYS = [PLAIN, "checkpoint", *SAMPLED, *dgl.WAYS, *WORKERS, QUARTER]
 CPU = torch.device("cpu")
 
 
@@ -103,16 +107,21 @@ class Clusters(ClusterData):
         return torch.tensor(found[1])
 
 
-def train(way: str, data: Data, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+def train(way: str, data: Any, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One training: seconds of this process and scores by epoch, and the peak."""
-    masks = [data[f"{name}_mask"] for name in ("train", "val", "test")]
-    masks = [mask[:, seed] if mask.dim() == 2 else mask for mask in masks]
+    masks = [getattr(data, name) for name in dgl.MASKS]
+    masks = [(mask[:, seed] if mask.dim() == 2 else mask).bool() for mask in masks]
+    edges = data.edges if way in dgl.WAYS else data.edge_index
     torch.manual_seed(seed)
-    model: Any = GraphSAGE(data.num_features, given.hidden, 2, int(data.y.max()) + 1, dropout=0.5)
+    model: Any
+    if way in dgl.WAYS:
+        model = dgl.GraphSAGE(data.num_features, given.hidden, int(data.y.max()) + 1, 0.5)
+    else:
+        model = GraphSAGE(data.num_features, given.hidden, 2, int(data.y.max()) + 1, dropout=0.5)
     model = pyg_sar.distribute(model) if "pyg_sar" in way else model
 
     def whole() -> Iterator[tuple[Tensor, Tensor]]:
-        yield model(data.x, data.edge_index)[masks[0]], data.y[masks[0]]
+        yield model(data.x, edges)[masks[0]], data.y[masks[0]]
 
     def sampled() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in loader:
@@ -139,7 +148,8 @@ def train(way: str, data: Data, seed: int, given: argparse.Namespace) -> dict[st
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     times: list[float] = []
     peak, curve, losses = 0, [], []
-    epochs = given.epochs[0 if way == PLAIN else 1 if way in SAMPLED else 2]
+    complete = (PLAIN, *dgl.WAYS)
+    epochs = given.epochs[0 if way in complete else 1 if way in SAMPLED else 2]
     for epoch in range(1, epochs + 1):
         ctypes.CDLL(None).malloc_trim(0)  # what the evaluation left
         model.train()
@@ -148,20 +158,25 @@ def train(way: str, data: Data, seed: int, given: argparse.Namespace) -> dict[st
         for out, y in steps():
             loss = F.cross_entropy(out, y)
             optimizer.zero_grad()
-            loss.backward()
+            if way == dgl.WORKERS:
+                loss = dgl.backward(model, loss, len(y))
+            else:
+                loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        times.append(time.process_time() - start)
+        seconds = time.process_time() - start
+        times.append(float(dgl.total(seconds)) if way == dgl.WORKERS else seconds)
         del out, loss
         peak = max(peak, peak_memory(CPU))
-        if way in SAMPLED or (way == PLAIN and epoch % given.every == 0):
+        if way in SAMPLED or (way in complete and epoch % given.every == 0):
             model.eval()
             with torch.no_grad():
-                out = model(data.x, data.edge_index)
+                rows = [model(data.x, edges), data.y, *masks[1:]]
+                rows = dgl.all_rows(*rows) if way == dgl.WORKERS else rows
                 area = int(data.y.max()) == 1
-                scores = [metric(out, data.y, mask, area) for mask in masks[1:]]
+                scores = [metric(rows[0], rows[1], mask, area) for mask in rows[2:]]
                 curve.append((epoch, sum(times), *scores))
-            del out
+            del rows
     each = sum(times[1:]) / (epochs - 1)  # The first plans what is sent.
     return {"curve": curve, "epoch": each, "peak": peak, "losses": losses}
 
@@ -194,13 +209,22 @@ def train_all(folder: Path, way: str, given: argparse.Namespace) -> None:
     before = reset_peak_memory(CPU)
     comm = pyg_sar.comm.current() if "pyg_sar" in way else None
     parts = str(PARTS if way == QUARTER else WORKERS.get(way, 1))
-    data = pyg_sar.load_partition(folder / parts) if comm else load_graph(f"{folder}/graph.pt")
+    first = comm.rank == 0 if comm else way != dgl.WORKERS or dgl.rank() == 0
+    if comm:
+        data = pyg_sar.load_partition(folder / parts)
+    elif way == dgl.WORKERS:
+        data = dgl.part(folder / "dgl")
+    else:
+        data = load_graph(f"{folder}/graph.pt")
+        data = dgl.in_memory(data) if way == dgl.MEMORY else data
     for seed in range(given.seeds):
-        if comm is None or comm.rank == 0:
+        if first:
             wait_for_turn(folder, seed, way)
         if comm:
             comm.barrier()
         found = train(way, data, seed, given)
+        if way == dgl.WORKERS:
+            found["peak"] = dgl.largest(found["peak"] - before) + before
         if comm:
             # Parts of one process have the same clock and the same peak.
             seconds = torch.tensor(found["epoch"], dtype=torch.float64)
@@ -208,7 +232,7 @@ def train_all(folder: Path, way: str, given: argparse.Namespace) -> None:
             found["epoch"] = float(comm.all_reduce(seconds, "max" if way == QUARTER else "sum"))
             found["peak"] = float(comm.all_reduce(peak, "max"))
         found["peak"] -= before
-        if comm is None or comm.rank == 0:
+        if first:
             write(result_file(folder, seed, way), found)
 
 
@@ -224,6 +248,8 @@ def start(folder: Path, way: str, given: argparse.Namespace) -> None:
             pyg_sar.launch(run, WORKERS[way], threads_per_worker=1)
         elif "pyg_sar" in way:
             pyg_sar.run(run, parts=1)
+        elif way == dgl.WORKERS:
+            dgl.start_workers(run)
         else:
             run()
     finally:
@@ -239,6 +265,8 @@ def measure(graph: Data, given: argparse.Namespace) -> Found:
         torch.save(graph, folder / "graph.pt")
         for parts in (1, 2, 4, PARTS):
             pyg_sar.write_partitions(graph, parts, folder / f"{parts}")
+        if dgl.WORKERS in WAYS:
+            dgl.write_parts(graph, folder / "dgl")
         ctypes.CDLL(None).malloc_trim(0)  # of what the partitioner took
         started = [forks.Process(target=start, args=(folder, way, given)) for way in WAYS]
         for process in started:
