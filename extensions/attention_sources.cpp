@@ -79,12 +79,12 @@ void backward_sources(const SourcesArguments& a) {
   const int64_t chunks = num_chunks(g, most);
   const PerChunk query_sums(queries.dense, chunks), weight_sums(weights.dense, chunks);
   const auto factored = [&] {
-    const Tensor top = as_contiguous(c.maximum), total = as_contiguous(c.normaliser);
-    const Tensor mean = as_contiguous(c.delta);
+    const Tensor top = with_dense_rows(c.maximum), total = with_dense_rows(c.normaliser);
+    const Tensor mean = with_dense_rows(c.delta);
     const auto of_queries = query_sums.pointers<float>();
     return add_factored_sources(
         terms<float>(g, all.dense, chunks), c.grad_out.size(0),
-        {matrix<float>(all.grad_out), data<float>(top), data<float>(total), data<float>(mean),
+        {matrix<float>(all.grad_out), matrix<float>(top), matrix<float>(total), matrix<float>(mean),
          values.matrix<float>(), keys.matrix<float>(), of_queries});
   };
   const auto make = [&]<class Pass>() {

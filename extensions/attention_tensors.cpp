@@ -102,19 +102,20 @@ template <class T>
 void Backward::pack_rows(const Cotangent& c, const OptionalTensor& query) {
   const int64_t rows = c.grad_out.size(0), heads = c.grad_out.size(1);
   packed_rows = empty({rows, 4 * heads}, c.grad_out.scalar_type());
-  const Tensor maximum = as_contiguous(c.maximum), normaliser = as_contiguous(c.normaliser);
-  const Tensor delta = as_contiguous(c.delta), last = query.has_value() ? as_contiguous(*query) : delta;
-  const T *top = maximum.const_data_ptr<T>(), *total = normaliser.const_data_ptr<T>();
-  const T *mean = delta.const_data_ptr<T>(), *of_query = last.const_data_ptr<T>();
+  const Tensor maximum = with_dense_rows(c.maximum), normaliser = with_dense_rows(c.normaliser);
+  const Tensor delta = with_dense_rows(c.delta), last = query.has_value() ? with_dense_rows(*query) : delta;
+  const auto tops = matrix<T>(maximum), totals = matrix<T>(normaliser);
+  const auto means = matrix<T>(delta), queries = matrix<T>(last);
   T* out = packed_rows->mutable_data_ptr<T>();
   parallel_for(0, rows, kSummedAtOnce / std::max<int64_t>(heads, 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       T* row = out + i * 4 * heads;
+      const T *top = tops.row(i), *total = totals.row(i), *mean = means.row(i), *last = queries.row(i);
       for (int64_t h = 0; h < heads; ++h) {
-        row[h] = top[i * heads + h];
-        row[heads + h] = T(1) / total[i * heads + h];
-        row[2 * heads + h] = mean[i * heads + h];
-        row[3 * heads + h] = query.has_value() ? of_query[i * heads + h] : T(0);
+        row[h] = top[h];
+        row[heads + h] = T(1) / total[h];
+        row[2 * heads + h] = mean[h];
+        row[3 * heads + h] = query.has_value() ? last[h] : T(0);
       }
     }
   });

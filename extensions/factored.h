@@ -19,8 +19,7 @@ bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state);
 // What Sources<float, kAdditive> reads of targets, rows of heads but for grad_out, and adds to: what
 // is null or empty isn't wanted.
 struct SourceGradients {
-  Matrix<const float> grad_out;
-  const float *maximum, *normaliser, *delta;
+  Matrix<const float> grad_out, maximum, normaliser, delta;
   Matrix<float> grad_value, grad_key;
   const std::vector<float*>& grad_query;  // of each chunk
 };

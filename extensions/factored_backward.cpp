@@ -64,9 +64,9 @@ struct Factors {
     for (int64_t i = first; i < last; i += kRows) {
       const int64_t n = std::min(kRows, last - i);
       for (int64_t r = 0; r < n; ++r) {
-        copy(top + r * kPadded, g.maximum + (i + r) * kHeads);
-        copy(normal + r * kPadded, g.normaliser + (i + r) * kHeads);
-        copy(delta + r * kPadded, g.delta + (i + r) * kHeads);
+        copy(top + r * kPadded, g.maximum.row(i + r));
+        copy(normal + r * kPadded, g.normaliser.row(i + r));
+        copy(delta + r * kPadded, g.delta.row(i + r));
         if (t.query.data != nullptr) copy(query + r * kPadded, t.query.row(i + r));
       }
 #pragma omp simd

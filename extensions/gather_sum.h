@@ -43,7 +43,7 @@ struct SumTile {
     for (int64_t b = 0; b < width * int64_t{sizeof(Row)}; b += kLine) __builtin_prefetch(at + b, 1);
   }
 
-  template <int kBytes, int kLanes, int kVectors, bool kWeighted, bool kCrosses>
+  template <int kBytes, int kLanes, int kVectors, bool kWeighted>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     using Acc = Wide<Row>;
     // Sums that don't wait for each other; distances that keep about as many lines in flight.
@@ -52,6 +52,7 @@ struct SumTile {
     constexpr int64_t kAhead = kVectors <= 2 ? 64 : kVectors <= 4 ? 32 : 16;
     const int64_t tail = width - kLanes, final = segments.num_edges - 1;
     const int32_t* const source = segments.source;
+    const int64_t over = crosses ? (width - 1) * int64_t{sizeof(Row)} : 0;
     for (int64_t t = first; t < last; ++t) {
       if (t + kTargetsAhead < last) ask_for(out + segments.target(t + kTargetsAhead) * out_stride);
       Vector<Acc, kOnes> sum[kVectors][kApart][kParts] = {};
@@ -61,7 +62,7 @@ struct SumTile {
         const Row* row = rows + source[e] * row_stride;
         constexpr int64_t kRead = kVectors * kLanes * sizeof(Row);
         for (int64_t at = 0; at < kRead; at += kLine) __builtin_prefetch(next + at);
-        if constexpr (kCrosses) __builtin_prefetch(next + (width - 1) * sizeof(Row));
+        if (over != 0) __builtin_prefetch(next + over);
         for (int v = 0; v < kVectors; ++v) {
           const Row* const from = row + (v + 1 < kVectors ? v * kLanes : tail);
           for (int p = 0; p < kParts; ++p) {
@@ -95,16 +96,10 @@ struct SumTile {
     }
   }
 
-  template <int kBytes, int kLanes, int kVectors, bool kWeighted>
-  PYG_SAR_INLINE void run_crossing(int64_t first, int64_t last) const {
-    crosses ? run<kBytes, kLanes, kVectors, kWeighted, true>(first, last)
-            : run<kBytes, kLanes, kVectors, kWeighted, false>(first, last);
-  }
-
   template <int kBytes, int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
-    if (weight != nullptr) return run_crossing<kBytes, kLanes, kVectors, true>(first, last);
-    run_crossing<kBytes, kLanes, kVectors, false>(first, last);
+    if (weight != nullptr) return run<kBytes, kLanes, kVectors, true>(first, last);
+    run<kBytes, kLanes, kVectors, false>(first, last);
   }
 
   // Narrow rows: one or two vectors of fewer lanes.
