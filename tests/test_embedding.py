@@ -91,7 +91,7 @@ def trained(kind: str, model: Any, data: Any, steps: int = 3) -> list[Any]:
         found.append((whole(out.detach()), norm, grads))
     state = optimizer.state[dict(model.named_parameters())[KINDS[kind][1]]]
     for held in (state["exp_avg"], state["exp_avg_sq"]):
-        assert not isinstance(data.x, NodeTensor) or held.local.size(0) == data.x.local.size(0)
+        assert not isinstance(held, NodeTensor) or held.local.size(0) == data.x.local.size(0)
     return found
 
 

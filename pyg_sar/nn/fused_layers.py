@@ -73,15 +73,26 @@ def attention_of(
     found: Attention | RelationalTerms | None = make(layer, kwargs)
     if isinstance(found, Attention) and isinstance(layer, HGTConv):
         found = _by_relation(found, edge_index, kwargs["edge_attr"])
-    if isinstance(layer, GATConv) and isinstance(found, Attention) and found.edge_attr is not None:
-        most = partial(maximum, edge_index.plan.comm, [edge_index.size(1)], edge_index.device)
-        if edge_index.remember_together("most edges", most) == [0]:  # GATConv doesn't read these.
-            found = replace(found, edge_attr=None, edge_weight=None)
     if found is None:
         return None
     first, *others = found.tensors().values()
     alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
     return found if alike and made_for(first) else None
+
+
+def as_read(
+    layer: MessagePassing, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of ``edge_updater`` that a layer reads: GATConv, no features of no edges.
+
+    All workers call it together.
+    """
+    is_gat = isinstance(layer, GATConv) and pristine(layer, "edge_update", of=GATConv)
+    if not is_gat or kwargs.get("edge_attr") is None:
+        return kwargs
+    most = partial(maximum, edge_index.plan.comm, [edge_index.size(1)], edge_index.device)
+    there = edge_index.remember_together("most edges", most) != [0]
+    return kwargs if there else kwargs | {"edge_attr": None}
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
-from pyg_sar.nn.fused_layers import as_aggregated, attention_of
+from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of
 from pyg_sar.nn.model_draws import (
     DrawsOfLayers,
     away,
@@ -291,6 +291,7 @@ class DistMessagePassing(MessagePassing):
             edge_index = with_room(self, edge_index, kwargs)
         if edge_index.targets is not None:
             size = known_size(edge_index, size, self)
+        kwargs = as_read(self, edge_index, kwargs)
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         compute = partial(self._edge_updates, edge_index, size=size, **kwargs)

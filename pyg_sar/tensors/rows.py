@@ -212,6 +212,7 @@ class Rows:
             the same on the whole graph.
         parts: Of joined rows each part by its place: its layout, and its first row's number here.
         shared: Whether all workers hold a tensor of these rows.
+        origins: What these were ``"widened"`` or ``"repeated"`` from, by which and how many times.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class Rows:
         self.compared: WeakSet[Any] | None = None
         self.parts: dict[tuple[int, int], tuple[Rows, int]] = {}
         self.shared = False
+        self.origins: dict[tuple[str, int], Rows] = {}
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -416,13 +418,8 @@ class Rows:
 
         make = lambda: Rows(self.comm, self.total * width, self.count * width, ids)  # noqa: E731
         rows: Rows = self.keep(("width", width), None, make)
-        rows.keep(("narrowed", width), None, lambda: self)
+        rows.origins["widened", width] = self
         return rows
-
-    def narrowed(self, width: int) -> Rows | None:
-        """Returns the rows that :meth:`widened` made these of, if it did."""
-        found = self._kept.get(("narrowed", width))
-        return None if found is None else found[1]
 
     def repeated(self, times: int) -> Rows:
         """Returns the rows of a tensor in which these follow each other ``times`` times over."""
@@ -434,13 +431,8 @@ class Rows:
 
         make = lambda: Rows(self.comm, self.total * times, self.count * times, ids)  # noqa: E731
         rows: Rows = self.keep(("times", times), None, make)
-        rows.keep(("once", times), None, lambda: self)
+        rows.origins["repeated", times] = self
         return rows
-
-    def once(self, times: int) -> Rows | None:
-        """Returns the rows that :meth:`repeated` made these of, if it did."""
-        found = self._kept.get(("once", times))
-        return None if found is None else found[1]
 
     def share(self, total: int) -> Rows:
         """Returns ``total`` rows in equal runs: what replicated rows become beside these."""

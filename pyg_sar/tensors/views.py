@@ -29,27 +29,36 @@ def resized(shape: Sequence[int], numel: int) -> list[int]:
     return [numel // max(known, 1) if n == -1 else n for n in shape]
 
 
-def _new_rows(source: NodeTensor, shape: Sequence[int]) -> tuple[Rows, int] | None:
-    """Returns the layout and its axis after a reshape; ``None``: rows don't stay together."""
-    before = math.prod(source.shape[: source.axis])
-    total, step = source.rows.total, 1
+def _new_rows(
+    given: Rows, at: int, old: Sequence[int], shape: Sequence[int]
+) -> tuple[Rows, int] | None:
+    """Returns the layout and its axis after a reshape; ``None``: rows don't stay together.
+
+    Args:
+        given: The layout before.
+        at: Its axis.
+        old: The shape before.
+        shape: The shape after.
+    """
+    before = math.prod(old[:at])
+    total, step = given.total, 1
     for axis, size in enumerate(shape):
         if (step == before and size != 1) or (step == before and total == 1):
             if size == total:
-                return source.rows, axis
-            inner = math.prod(source.shape[source.axis + 1 :])
+                return given, axis
+            inner = math.prod(old[at + 1 :])
             if total and size > total and size % total == 0 and inner % (size // total) == 0:
-                return source.rows.widened(size // total), axis
-            narrow = source.rows.narrowed(total // size) if size and total % size == 0 else None
-            if narrow is not None:
-                return narrow, axis
+                return given.widened(size // total), axis
         times = size // total if total else 0
         if times > 1 and size == times * total and step * times == before and len(shape) > 1:
-            return source.rows.repeated(times), axis
-        once = source.rows.once(step // before) if before and step > before else None
-        if once is not None and size == once.total and step % before == 0:
-            return once, axis
+            return given.repeated(times), axis
         step *= size
+    for (made, count), rows in given.origins.items():  # [N k, *] as [N, k, *], or as [k, N, *]
+        axes = [rows.total, count] if made == "widened" else [count, rows.total]
+        axis = at if made == "widened" else at + 1
+        found = _new_rows(rows, axis, [*old[:at], *axes, *old[at + 1 :]], shape)
+        if found is not None:
+            return found
     return None
 
 
@@ -61,7 +70,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     shape = resized(shape, source.numel())
     if math.prod(shape) != source.numel():
         raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {source.numel()}")
-    found = _new_rows(source, shape)
+    found = _new_rows(source.rows, source.axis, source.shape, shape)
     if found is None:
         flat = len(shape) == 1 or not source.numel()
         if flat or source.rows.total == 1:
