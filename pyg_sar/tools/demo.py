@@ -197,9 +197,9 @@ def _expected(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
 
 def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) -> bool:
     print(
-        "\nHalo rows: rows of other workers' nodes that a worker's edges need. Bytes are expected to"
+        "\nHalo rows: rows of other workers' nodes that a worker's edges need. Expected: halo rows"
     )
-    print("be halo rows times those of a row; between hosts SARPolicy(push='auto') sends fewer.")
+    print("times the bytes of a row; between hosts SARPolicy(push='auto') sends fewer.")
     print("\nbytes            halo rows          fetched    fetched again   gradients sent")
     by_formula = _expected(halos, config)
     for p, (figures, expected) in enumerate(zip(workers, by_formula, strict=True)):
@@ -210,8 +210,9 @@ def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) ->
     sent = sum(w.sent for w in workers)
     halo_bytes = sum(sum(expected.values()) for expected in by_formula)
     print(
-        f"{counted(sent, 'bytes')} sent in all, {halo_bytes:,} as expected and {sent - halo_bytes:,} "
-        f"for sums (loss, parameter gradients): {'equal' if equal else 'NOT equal'}"
+        f"{counted(sent, 'bytes')} sent in all, {halo_bytes:,} as expected and "
+        f"{sent - halo_bytes:,} for sums (loss, parameter gradients): "
+        f"{'equal' if equal else 'NOT equal'}"
     )
     return equal
 
