@@ -93,7 +93,8 @@ def launch(
         env: Further environment variables of the workers.
 
     Returns:
-        One result per rank, in their order.
+        One result per rank, in their order. Tensors of the whole graph are gathered on every
+        worker, and come as plain ones.
 
     Raises:
         TypeError: When ``fn`` is no function, or can't be sent to another process.
@@ -127,7 +128,9 @@ def launch(
         results = _collect(workers)
         for worker in workers:
             worker.see_off()
-        return results if hosting is None else [found for hosted in results for found in hosted]
+        if hosting is None:
+            return results
+        return [cloudpickle.loads(packed) for hosted in results for packed in hosted]
     finally:
         _end(workers)
 
@@ -164,7 +167,8 @@ def run(
         timeout: Seconds that one operation between workers may take.
 
     Returns:
-        The results of the parts of this process, in their order.
+        The results of the parts of this process, in their order. A tensor of the whole graph is of
+        no use here, after the parts have ended: return ``x.full_tensor()`` instead.
 
     Raises:
         ValueError: More workers than parts, or another backend.
@@ -441,7 +445,7 @@ def _worker_main(descriptor: int) -> None:
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
         comm = join(backend, timeout, device, hosting is not None, replicas)
-        result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
+        result = fn(*args) if hosting is None else host_parts(_packed, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()
         pipe.send_bytes(message)
@@ -470,10 +474,13 @@ def _no_terminal(error: BaseException) -> BaseException:
     return reason.with_traceback(error.__traceback__)
 
 
-def _unpacked(task: bytes) -> Any:
-    """Runs a task on objects of its own: parts must not share a model."""
+def _packed(task: bytes) -> bytes:
+    """Runs a part's task on objects of its own: parts must not share a model.
+
+    Its result is packed here, while the part can still gather tensors of the whole graph.
+    """
     fn, args = cloudpickle.loads(task)
-    return fn(*args)
+    return _pack(fn(*args), "the result", current().rank)
 
 
 def _end_with_parent(pipe: Connection) -> None:
