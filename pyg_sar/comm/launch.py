@@ -66,13 +66,25 @@ def launch(
 ) -> list[T]:
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
 
-    With ``parts``, each worker hosts several parts of the graph in turn: ``fn`` runs once for each
-    part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
+    .. code-block:: python
 
-    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
-    communicator, and PyTorch's default dtype and the states of the random generators (PyTorch's on
-    the CPU, NumPy's, Python's) are those of the calling process. Functions and arguments may come
-    from a notebook or a script's ``__main__``, closures and lambdas included.
+        def train(root):  # runs in each worker
+            data = pyg_sar.load_partition(root)
+            model = pyg_sar.distribute(make_model())
+            ...
+            return float(loss)
+
+        losses = pyg_sar.launch(train, 4, "parts")  # of a folder with 4 parts
+        losses = pyg_sar.launch(train, 1, "parts", parts=4, memory="2GiB", store="/scratch")
+
+    Each worker is a new process, in which :func:`pyg_sar.init` was called;
+    ``pyg_sar.comm.current()`` is its communicator. PyTorch's default dtype and the states of the
+    random generators (PyTorch's on the CPU, NumPy's, Python's) are those of the calling process.
+    Functions and arguments may come from a notebook or a script's ``__main__``, closures and
+    lambdas included.
+
+    With ``parts``, each worker computes several parts of the graph in turn: ``fn`` runs once for
+    each part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
 
     Args:
         fn: What each worker runs.
@@ -80,9 +92,10 @@ def launch(
         *args: Its arguments.
         parts: Parts of the graph, at least ``num_workers``. By default one for each worker.
         replicas: As for :func:`pyg_sar.init`: ``num_workers`` is a multiple of it.
-        memory: Bytes that each worker process may take beyond its start, a number or a text like
-            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
-            with ``store`` four fifths of the host's free memory, divided by its workers.
+        memory: By how many bytes each worker process may grow after its start, a number or a text
+            like ``'2GiB'``. To stay below, tensors of parts that wait are moved to the store. By
+            default no limit, or with ``store`` four fifths of the host's free memory, divided by
+            its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
             them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
             stay in memory.
@@ -146,20 +159,26 @@ def run(
 ) -> list[T]:
     """Runs ``fn(*args)`` for each part that this process hosts, under torchrun or alone.
 
+    .. code-block:: python
+
+        results = pyg_sar.run(train, "parts", parts=4)  # alone: 4 parts in this process
+        # under ``torchrun --nproc-per-node 2``: 2 parts in each of the 2 processes
+
     A graph that was cut into P parts runs on any number W of worker processes from 1 to P. Each
     process hosts P / W of them in turn: ``fn`` runs once for each part, in a thread of its own, and
     sees what a worker sees; its rank is the part. Where a part waits for the others, the next one
-    goes on. Results are the same to the bit for every W that computes with as many threads, random
-    numbers included: each part has the random states of a process of its own.
+    goes on. Each part has the random states of a process of its own. Results, random numbers
+    included, are the same in every bit for every W, if all compute with as many threads.
 
     Args:
         fn: What each part runs.
         *args: Its arguments; all parts of a process get the same objects. A model must be made, or
             copied, within ``fn``: each part needs its own.
         parts: Parts of the graph. By default one for each worker.
-        memory: Bytes that each worker process may take beyond its start, a number or a text like
-            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
-            with ``store`` four fifths of the host's free memory, divided by its workers.
+        memory: By how many bytes each worker process may grow after its start, a number or a text
+            like ``'2GiB'``. To stay below, tensors of parts that wait are moved to the store. By
+            default no limit, or with ``store`` four fifths of the host's free memory, divided by
+            its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
             them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
             stay in memory.
