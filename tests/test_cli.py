@@ -180,6 +180,7 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
         ("--num-neighbors 3", "--sampler neighbor"),
         ("--batch-size 0", "--sampler neighbor"),
         ("--checkpoint-every 5", "--checkpoint FILE"),
+        ("--measure-every 2", "--report DIR"),
     ):
         error = usage_error(capsys, *train, *option.split())
         assert f"{option} means nothing without {needed}" in error
