@@ -220,8 +220,8 @@ def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         f"Kilobytes in mode 1, float32, one head of {CHANNELS} channels; bytes are in proportion "
         "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
         "go, and states come back; what is known of a target goes, and its query's gradient comes "
-        "back (`pyg_sar/engine/kernels/attention.py` has the law). Each pass has its own cover. "
-        "Bound: "
+        "back (`pyg_sar/engine/kernels/attention.py` has the formulas). Each pass has its own "
+        "cover. Bound: "
         "the sum of the largest flows through all cuts, at the exact bytes of both kinds of rows, "
         "pass by pass. Where the cover of a pass saves less than 5%, all its rows are pulled.",
         "",

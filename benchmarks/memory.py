@@ -1,4 +1,4 @@
-"""Peak memory per worker against 1/W, beside the law: modes 1, 2 and 3, SAGE and GAT.
+"""Peak memory per worker against 1/W and what is expected: modes 1, 2, 3, SAGE and GAT.
 
     python benchmarks/memory.py --out memory.md --plot memory.png
 
@@ -7,7 +7,7 @@ and random parts. Each number of workers, model and kind of parts starts fresh p
 the modes follow one another, mode 1 first. Before each one a pass over a tiny graph loads libraries
 and starts threads, and memory that is kept for use again is given back; then the baseline is taken,
 the partition is loaded, and the higher peak of two epochs counts (``VmHWM``, bytes over the
-baseline), of the worker that needs most of what the law allows it.
+baseline), of the worker whose ratio to the expected memory is highest.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def plot(found: Found, path: Path) -> None:
             axes.plot(counts, peaks, marker="o", color=color, label=f"mode {mode}")
             laws = [by_workers[w].law / 2**20 for w in counts]
             if mode == "1, prefetch 1":
-                axes.plot(counts, laws, color=color, linestyle=":", label="its law")
+                axes.plot(counts, laws, color=color, linestyle=":", label="expected")
                 ideal = [peaks[0] * counts[0] / w for w in counts]
                 axes.plot(counts, ideal, color="black", linestyle="--", label="1/W")
         axes.set_xscale("log", base=2)
@@ -283,14 +283,14 @@ def plot(found: Found, path: Path) -> None:
 
 LAW = """\
 Each entry: MiB that a worker's resident set grows by, from before it loads its part to the peak of
-two epochs, and in brackets that over the law, for the worker that is farthest from it. The law
-(`law` in `benchmarks/memory.py`) is what a worker has to hold: its part as stored; 8 bytes per edge
+two epochs, and in brackets that divided by the expected memory, for the worker whose ratio is
+highest. Expected (`law` in `benchmarks/memory.py`) are: its part as stored; 8 bytes per edge
 for its edges by target and by source (GAT: and the list that self loops make); what the layers keep
 for each own node (SAGE: each layer's input and mean; GAT: values, output, activation, four numbers
 per head); the gradients of the layer at hand; and the remote rows that the mode allows. In mode 1
 these are one shard of the largest size, or two with a prefetched one: of sources in the forward
 pass, of targets in the backward pass. Mode 2 keeps the halo's rows of each GAT layer, and holds
-gradients on their way back, mode 3 the halo and every message. Not in the law:
+gradients on their way back, mode 3 the halo and every message. Not expected are
 own rows as local peers read them in shared memory and what they have not read, temporary tensors
 (of all messages in mode 3), and a few megabytes of libraries that don't shrink with the part."""
 

@@ -1,8 +1,9 @@
-"""A layer of your own: subclass ``DistMessagePassing`` instead of PyG's ``MessagePassing``.
+"""A layer of your own, with parameters and edge features inside ``message``.
 
-The layer below has parameters and edge features inside ``message``. Nothing in it says anything
-about workers: on an ordinary ``edge_index`` it is a PyG layer, and on a distributed one it gives
-the same numbers, which this script shows. Run it: ``python examples/custom_layer.py``
+It derives from ``DistMessagePassing``; PyG's ``MessagePassing`` would do, as ``distribute``
+converts it. Nothing in it says anything about workers: on an ordinary ``edge_index`` it is a PyG
+layer, and on a distributed one it gives the same numbers, which this script shows. Run it:
+``python examples/custom_layer.py``
 """
 
 import tempfile

@@ -1,9 +1,9 @@
 """A heterogeneous graph: several node types and relations, one of the types without features.
 
 Authors write papers, papers cite papers; papers have features, authors a trainable vector each. Two
-workers train a ``HeteroConv`` model on the whole graph to find the papers' topics. Every worker
-holds all authors' vectors; ``pyg_sar.nn.NodeEmbedding`` keeps each at one worker (``rgcn.py``).
-Run it: ``python examples/hetero.py``
+workers train a ``HeteroConv`` model on the whole graph to find the papers' topics. After
+``distribute`` each worker holds the vectors of its own authors. Run it:
+``python examples/hetero.py``
 """
 
 import tempfile

@@ -1,7 +1,7 @@
-"""Training in less memory than it takes: one process hosts 16 parts of a graph, in turn.
+"""Training in less memory than it needs: one process trains 16 parts of a graph in turn.
 
-What waiting parts hold lies in a file, so that a process takes no more than ``MEMORY`` beyond its
-start. Run it: ``python examples/larger_than_memory.py``.
+Tensors of parts that wait are moved to a file, so that the process grows by no more than
+``MEMORY`` while it trains. Run it: ``python examples/larger_than_memory.py``
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """MeshGraphNet on many meshes: each is divided among the workers when its turn comes.
 
-20 triangular meshes of other shapes, in PyTorch Geometric's ``DataLoader``. The node and edge
+20 triangular meshes of different shapes, in PyTorch Geometric's ``DataLoader``. The node and edge
 networks are those of MeshGraphNets (Pfaff et al., 2021). One process has the same losses.
 """
 

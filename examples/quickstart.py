@@ -1,4 +1,4 @@
-"""The whole story: cut a graph into parts, train a PyG model on it with four workers.
+"""The shortest whole script: cut a graph into parts, train a PyG model on it with four workers.
 
 Two lines differ from a single-process PyG script; each shows what it replaces. Run it:
 ``python examples/quickstart.py``

@@ -70,7 +70,8 @@ def distribute(
     and the model's own code. Rank 0's parameters and buffers are copied to
     all workers. Embeddings with a row per node of the graph that was loaded, and the adjacency's
     weight of ``LINKX``, become tensors of the whole graph of which each worker owns its rows
-    (:class:`~pyg_sar.nn.NodeEmbedding`).
+    (:class:`~pyg_sar.nn.NodeEmbedding`). In one process, on a plain ``Data``, layers that have a
+    kernel use it, and store no message per edge.
 
     .. code-block:: python
 

@@ -51,9 +51,9 @@ class Ledger(Shown):
         ledger.received_bytes(layer="convs.0", phase="backward")
         ledger.peak_resident_rows("convs.0")
 
-    Bytes are those handed to the backend, without its headers. Resident rows follow the storage
-    of each fetched buffer, from its allocation until it is freed. Memory is the resident set of
-    the process on CPU (``VmHWM``, bytes) and the allocator's peak on CUDA.
+    Bytes are those handed to the backend, without its headers. Resident rows are rows of other
+    workers in memory: those of each fetched buffer, from its allocation until it is freed. Memory
+    is the resident set of the process on CPU (``VmHWM``, bytes) and the allocator's peak on CUDA.
 
     Args:
         comm: The communicator to watch (``pyg_sar.comm.current()``).

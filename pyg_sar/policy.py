@@ -13,11 +13,18 @@ WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16", "int8", "int4", "int2"
 class SARPolicy:
     r"""Settings of how :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
 
-    All modes give the same numbers; they trade memory against work and traffic. With
-    :math:`H_p` halo rows of :math:`F` values of :math:`b` bytes at worker :math:`p`:
+    .. code-block:: python
+
+        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(mode=2))  # for all layers
+        model.convs[0].policy = pyg_sar.SARPolicy(mode=3)  # for one, on all workers alike
+
+    All modes give the same numbers. They differ in memory, computation and bytes sent. The halo of
+    worker :math:`p` is the set of other workers' nodes that its edges come from; a shard is the
+    part of it that one other worker owns. With :math:`H_p` halo rows of :math:`F` values of
+    :math:`b` bytes:
 
     ====  ==============================  =====================  ======================
-    mode  what happens                    remote rows resident   traffic in, per layer
+    mode  what happens                    remote rows in memory  bytes sent per layer
     ====  ==============================  =====================  ======================
     1     sequential aggregation and      ``1 + prefetch``       :math:`2 H_p F b`, or
           rematerialization (SAR)         shards                 :math:`3 H_p F b` when
@@ -31,51 +38,54 @@ class SARPolicy:
           PyG's own ``propagate``         messages
     ====  ==============================  =====================  ======================
 
-    In every mode each edge's message must be computed from that edge alone, and from reductions at
-    its two ends: a worker has some edges only, in a numbering of its own. It is looked at once per
-    kind of call, by its operators; whatever mixes edges, computes with ids of nodes or with how
-    many edges or nodes there are (but for ``size_i`` and the like, where they are only numbers), or
-    hands values to Python, is refused. A message that counts its own calls runs in one shot.
+    In every mode a message must be computed from its edge alone, and from reductions at the edge's
+    two ends, because a worker has only some edges, in a numbering of its own. The operators of a
+    message are examined once per kind of call. A message is refused when it mixes edges, computes
+    with ids of nodes or with how many edges or nodes there are (but for ``size_i`` and the like,
+    where they are only numbers), or hands values to Python. A message that counts its own calls
+    runs in one shot.
 
     Args:
-        mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes". Mode 3 is one
-            shot for every aggregation: where one may depend on the order of a node's edges, they
-            come by target and in the whole graph's order.
+        mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes". In mode 3 an
+            aggregation that may depend on the order of a node's edges gets them in the whole
+            graph's order.
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
             cost of a second resident shard. Outgoing gradients then stay in flight behind the
             next shard where no shard is fetched meanwhile or workers share memory.
-        message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
-            quarter of what the worker's own rows of the layer take, so that it shrinks with the
-            partition, but at least 4 MiB and at most 8 MiB.
+        message_budget: Bytes of messages and of their inputs that are in memory at a time.
+            ``None``: a quarter of what the worker's own rows of the layer take, but at least 4 MiB
+            and at most 8 MiB.
         strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
-            where partial states merge, and else by chunks of targets with all their in-edges;
-            ``'chunked'`` always takes the latter way. Modes 1 and 2; mode 3 takes neither.
+            where an aggregation can be combined from the results of shards, and else by chunks of
+            targets with all their in-edges. ``'chunked'`` always goes by chunks. For modes 1
+            and 2; mode 3 does neither.
         kernels: ``'auto'`` takes the C++ kernels, in modes 1 and 2, for sums and extrema of source
-            rows, sums weighted by numbers of the edges, and softmax attention that they know: no
-            message is materialized. With a warning where they were not built. On one process they
-            also take plain edges. ``'off'``: by PyTorch's operators alone.
-        push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
-            rows over the wire where workers are on several hosts and the wire is exact: for each
-            pair of workers a minimum vertex cover says which source rows are pulled and for which
-            targets partial sums are pushed (modes 1 and 2, with the kernels). So does the softmax
-            attention that the kernels know, by the bytes that its rows take, where there are no
-            edge features: queries go to the sources' worker, partial softmax states come back;
-            in the backward pass what is known of a target goes there, and in mode 1 few source rows
-            or none are fetched again. Where all workers read each other's memory, rows are pulled
-            in the forward pass; the backward pass of sums and of additive attention is the sources'
-            workers', which read what is known of their peers' targets. ``'off'`` pulls all rows and
-            returns their gradients. Must be the same on all workers.
-        wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
-            ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
-            differ from those of one process (:func:`pyg_sar.train.gradient_error` measures it):
-            ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
-            its own); or in a quarter and less as integers of 8, 4 or 2 bits with a scale for each
-            row, rounded stochastically: ``'int8'``, ``'int4'``, ``'int2'``. Integers, truth values
-            and 16-bit floats always travel as they are, as does what a model reads outside
-            :meth:`propagate`. What is rounded doesn't depend on where workers run, nor on which
-            of them host several parts: those of one host then send rows, too, instead of reading
-            them in place, and rows are always pulled. Must be the same on all workers.
+            rows, sums weighted by numbers of the edges, and known softmax attention: no message is
+            stored. A warning says so where they were not built. In one process they also take plain
+            edges. ``'off'``: PyTorch's operators alone.
+        push: ``'auto'`` sends the fewest rows where workers are on several hosts and the wire is
+            exact (modes 1 and 2, with the kernels). For sums of source rows, weighted by constants
+            or not, a minimum vertex cover of the edges between two workers says which source rows
+            are pulled (sent to the targets' worker) and for which targets partial sums are pushed
+            (computed by the sources' worker, and sent). Known softmax attention without edge
+            features minimises bytes in the same way: queries go to the sources' worker, and partial
+            softmax states come back; in the backward pass values of targets go there, and in mode 1
+            few source rows or none are fetched again. Where all workers read each other's memory,
+            rows are pulled in the forward pass. In the backward pass of sums and of additive
+            attention the sources' workers read values of targets and compute the gradients.
+            ``'off'`` pulls all rows and sends back their gradients. Must be the same on all
+            workers.
+        wire: How halo rows and their gradients are sent in :meth:`propagate`, in all modes.
+            ``'exact'``: as they are. All others round, so that gradients differ from those of one
+            process (:func:`pyg_sar.train.gradient_error` measures by how much): in about half the
+            bytes of float32 ``'bfloat16'`` (8 bits of precision) and ``'float16'`` (11, each row
+            with an exponent of its own); in a quarter and less ``'int8'``, ``'int4'``, ``'int2'``,
+            integers of 8, 4 or 2 bits with a scale for each row, rounded stochastically. Integers,
+            booleans and 16-bit floats are always sent as they are, and so is what a model reads
+            outside :meth:`propagate`. The rounding doesn't depend on where workers run, nor on
+            which of them host several parts: workers of one host then send rows, too, instead of
+            reading them in place, and rows are always pulled. Must be the same on all workers.
         transform_first: Where a layer applies a linear map to sums or means of source rows and the
             map narrows them (``SAGEConv``, ``GraphConv``, ``RGCNConv`` and more of PyG's,
             docs/how_it_works.md), source rows are mapped first: halo rows then have the output's
@@ -86,9 +96,9 @@ class SARPolicy:
             attention weights): ``'same'``: as one process would, in its order, so that outputs and
             gradients are plain PyG's for the same ``torch.manual_seed``; ``'keyed'``: by a
             counter-based generator, the same for any number of workers and any partition. For both,
-            seed all workers alike. ``None``: each worker its own, also for edges of which the other
-            two don't know where they stand in the graph's list. See docs/whole-graph.md for what
-            they cost. Must be the same on all workers.
+            seed all workers alike. ``None``: each worker draws its own. This also serves edges
+            whose place in the graph's edge list is not known, which the other two refuse. Their
+            costs are in docs/whole-graph.md. Must be the same on all workers.
         refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
             training; in between a layer takes the rows and gradients of the last exchange (stale
             features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of

@@ -38,16 +38,18 @@ duplicates and isolated nodes.
 * **strategy**: *sequential* aggregates one source worker at a time; *chunked* goes by chunks of
   targets; *one_shot* fetches the whole halo; *none* exchanges no node rows by message passing.
 * **case**: 2 where the backward pass needs the source rows, 1 where not.
-* **float64**: the largest relative error. **float32**, **bfloat16**: the error against float64 by
-  the single process's own error against float64, in the 2-norm of outputs, input gradients or
-  parameter gradients, whichever is worst; at most 2 (the median of 25 draws where one draw
-  exceeds that). A dash: PyG itself does not run it in that dtype.
-* **rows / shard**: the most remote rows resident by the rows of the largest shard, its sources or,
-  where the sources' worker goes through its edges in the backward pass, its targets. Sequential
-  aggregation holds one shard. `+` marks layers that also read edge scalars or node values by index
-  outside of messages (degrees of learned weights), for which the halo is there at once.
-* **bytes / one shot**: halo bytes of forward and backward pass by those of the one-shot way: 1 in
-  case 1, 1.5 in case 2; about 1 for softmax attention, where targets travel instead of sources.
+* **float64**: the largest relative error. **float32**, **bfloat16**: the error against float64,
+  divided by the single process's own error against float64, in the 2-norm of outputs, input
+  gradients or parameter gradients, whichever is worst; at most 2 (the median of 25 draws where one
+  draw exceeds that). A dash: PyG itself does not run it in that dtype.
+* **rows / shard**: the most rows of other workers in memory at once, divided by the rows of the
+  largest shard: its sources, or its targets where the sources' worker goes through its edges in the
+  backward pass. Sequential aggregation holds one shard. `+` marks layers that also read edge
+  scalars or node values by index outside of messages (degrees of learned weights), for which the
+  halo is there at once.
+* **bytes / one shot**: halo bytes of forward and backward pass, divided by those of mode 3: 1 in
+  case 1, 1.5 in case 2; about 1 for softmax attention, where rows of targets are sent in place of
+  sources.
 """
 
 

@@ -180,6 +180,7 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
         ("--num-neighbors 3", "--sampler neighbor"),
         ("--batch-size 0", "--sampler neighbor"),
         ("--checkpoint-every 5", "--checkpoint FILE"),
+        ("--measure-every 2", "--report DIR"),
     ):
         error = usage_error(capsys, *train, *option.split())
         assert f"{option} means nothing without {needed}" in error
@@ -687,13 +688,13 @@ def test_under_torchrun_a_mistake_is_one_line(parts):
 # demo ########################################################################
 
 
-def test_demo_shows_equal_losses_and_lawful_bytes(tmp_path, capsys):
+def test_demo_shows_equal_losses_and_expected_bytes(tmp_path, capsys):
     arguments = ["--nodes", "300", "--workers", "2", "--epochs", "3", "--out", str(tmp_path / "d")]
     assert cli.main(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert "largest difference" in out and "the same" in out
-    assert "equal to the byte" in out and "NOT" not in out
-    assert out.count("the law") >= 2 and "one process" in out and "worker 1" in out
+    assert "parameter gradients): equal" in out and "NOT" not in out
+    assert out.count("expected") >= 2 and "one process" in out and "worker 1" in out
     assert [p.name for p in (tmp_path / "d").iterdir()] == ["demo.png"]
 
 
@@ -702,16 +703,16 @@ def test_demo_fails_where_losses_or_bytes_differ(capsys):
     assert not demo._show_losses([1.0, 0.5], [1.0, 0.50002])
     assert "NOT the same" in capsys.readouterr().out
     config = demo.DemoConfig(epochs=1)
-    law = demo._law([10], config)[0]
+    expected = demo._expected([10], config)[0]
     run = demo.DemoRun(
-        losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values())
+        losses=[1.0], base_memory=1, peak_memory=2, traffic=expected, sent=sum(expected.values())
     )
     assert demo._show_bytes([run], [10], config)
     less = demo.DemoRun(
         losses=[1.0],
         base_memory=1,
         peak_memory=2,
-        traffic=law | {"fetch": law["fetch"] - 1},
+        traffic=expected | {"fetch": expected["fetch"] - 1},
         sent=0,
     )
     assert not demo._show_bytes([less], [10], config)

@@ -229,9 +229,14 @@ def propagated(data: Data) -> list[Tensor]:
 
 def test_propagation_of_labels(roots: Callable[[int], str]) -> None:
     expected = propagated(make_graph())
-    run = lambda root: propagated(pyg_sar.load_partition(root))  # noqa: E731
-    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
+
+    def run(root: str) -> tuple[list[Tensor], Tensor]:
+        data = pyg_sar.load_partition(root)
+        return propagated(data), data.x
+
+    for found, x in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected)
+        assert torch.equal(x, make_graph().x)  # Gathered, as of workers with a part each.
 
 
 # Forces: gradients of gradients ###############################################

@@ -610,9 +610,11 @@ def test_wrong_part_and_world_size(root):
     metadata = read_metadata(root)
     metadata.check_world_size(2)
     with pytest.raises(
-        PartitionError, match="2 parts, but this run has 3 workers; start 2 workers"
+        PartitionError, match="2 parts, but this run has 3 workers; start 2 workers or partition"
     ):
         metadata.check_world_size(3)
+    with pytest.raises(PartitionError, match="start 2 workers, pass parts=2 to pyg_sar.launch or"):
+        metadata.check_world_size(1)
 
 
 # Memory mapping ###############################################################

@@ -208,6 +208,12 @@ def init(
 ) -> Communicator:
     """Joins the workers of this run, and returns the communicator (the current one, if any).
 
+    .. code-block:: python
+
+        with pyg_sar.init() as comm:  # torchrun --nproc-per-node 4 script.py
+            data = pyg_sar.load_partition("parts")
+            print(comm.rank, comm.world_size, comm.device)
+
     Joins the process group of :mod:`torch.distributed` where there is one, as Ray Train has it.
     Else it reads the variables of torchrun, ``srun`` or ``mpirun``. Without any, this process is
     the only worker.

@@ -66,13 +66,25 @@ def launch(
 ) -> list[T]:
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
 
-    With ``parts``, each worker hosts several parts of the graph in turn: ``fn`` runs once for each
-    part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
+    .. code-block:: python
 
-    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
-    communicator, and PyTorch's default dtype and the states of the random generators (PyTorch's on
-    the CPU, NumPy's, Python's) are those of the calling process. Functions and arguments may come
-    from a notebook or a script's ``__main__``, closures and lambdas included.
+        def train(root):  # runs in each worker
+            data = pyg_sar.load_partition(root)
+            model = pyg_sar.distribute(make_model())
+            ...
+            return float(loss)
+
+        losses = pyg_sar.launch(train, 4, "parts")  # of a folder with 4 parts
+        losses = pyg_sar.launch(train, 1, "parts", parts=4, memory="2GiB", store="/scratch")
+
+    Each worker is a new process, in which :func:`pyg_sar.init` was called;
+    ``pyg_sar.comm.current()`` is its communicator. PyTorch's default dtype and the states of the
+    random generators (PyTorch's on the CPU, NumPy's, Python's) are those of the calling process.
+    Functions and arguments may come from a notebook or a script's ``__main__``, closures and
+    lambdas included.
+
+    With ``parts``, each worker computes several parts of the graph in turn: ``fn`` runs once for
+    each part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
 
     Args:
         fn: What each worker runs.
@@ -80,9 +92,10 @@ def launch(
         *args: Its arguments.
         parts: Parts of the graph, at least ``num_workers``. By default one for each worker.
         replicas: As for :func:`pyg_sar.init`: ``num_workers`` is a multiple of it.
-        memory: Bytes that each worker process may take beyond its start, a number or a text like
-            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
-            with ``store`` four fifths of the host's free memory, divided by its workers.
+        memory: By how many bytes each worker process may grow after its start, a number or a text
+            like ``'2GiB'``. To stay below, tensors of parts that wait are moved to the store. By
+            default no limit, or with ``store`` four fifths of the host's free memory, divided by
+            its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
             them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
             stay in memory.
@@ -93,7 +106,8 @@ def launch(
         env: Further environment variables of the workers.
 
     Returns:
-        One result per rank, in their order.
+        One result per rank, in their order. Tensors of the whole graph are gathered on every
+        worker, and come as plain ones.
 
     Raises:
         TypeError: When ``fn`` is no function, or can't be sent to another process.
@@ -127,7 +141,9 @@ def launch(
         results = _collect(workers)
         for worker in workers:
             worker.see_off()
-        return results if hosting is None else [found for hosted in results for found in hosted]
+        if hosting is None:
+            return results
+        return [cloudpickle.loads(packed) for hosted in results for packed in hosted]
     finally:
         _end(workers)
 
@@ -143,20 +159,26 @@ def run(
 ) -> list[T]:
     """Runs ``fn(*args)`` for each part that this process hosts, under torchrun or alone.
 
+    .. code-block:: python
+
+        results = pyg_sar.run(train, "parts", parts=4)  # alone: 4 parts in this process
+        # under ``torchrun --nproc-per-node 2``: 2 parts in each of the 2 processes
+
     A graph that was cut into P parts runs on any number W of worker processes from 1 to P. Each
     process hosts P / W of them in turn: ``fn`` runs once for each part, in a thread of its own, and
     sees what a worker sees; its rank is the part. Where a part waits for the others, the next one
-    goes on. Results are the same to the bit for every W that computes with as many threads, random
-    numbers included: each part has the random states of a process of its own.
+    goes on. Each part has the random states of a process of its own. Results, random numbers
+    included, are the same in every bit for every W, if all compute with as many threads.
 
     Args:
         fn: What each part runs.
         *args: Its arguments; all parts of a process get the same objects. A model must be made, or
             copied, within ``fn``: each part needs its own.
         parts: Parts of the graph. By default one for each worker.
-        memory: Bytes that each worker process may take beyond its start, a number or a text like
-            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
-            with ``store`` four fifths of the host's free memory, divided by its workers.
+        memory: By how many bytes each worker process may grow after its start, a number or a text
+            like ``'2GiB'``. To stay below, tensors of parts that wait are moved to the store. By
+            default no limit, or with ``store`` four fifths of the host's free memory, divided by
+            its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
             them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
             stay in memory.
@@ -164,7 +186,8 @@ def run(
         timeout: Seconds that one operation between workers may take.
 
     Returns:
-        The results of the parts of this process, in their order.
+        The results of the parts of this process, in their order. A tensor of the whole graph is of
+        no use here, after the parts have ended: return ``x.full_tensor()`` instead.
 
     Raises:
         ValueError: More workers than parts, or another backend.
@@ -441,7 +464,7 @@ def _worker_main(descriptor: int) -> None:
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
         comm = join(backend, timeout, device, hosting is not None, replicas)
-        result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
+        result = fn(*args) if hosting is None else host_parts(_packed, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()
         pipe.send_bytes(message)
@@ -470,10 +493,13 @@ def _no_terminal(error: BaseException) -> BaseException:
     return reason.with_traceback(error.__traceback__)
 
 
-def _unpacked(task: bytes) -> Any:
-    """Runs a task on objects of its own: parts must not share a model."""
+def _packed(task: bytes) -> bytes:
+    """Runs a part's task on objects of its own: parts must not share a model.
+
+    Its result is packed here, while the part can still gather tensors of the whole graph.
+    """
     fn, args = cloudpickle.loads(task)
-    return fn(*args)
+    return _pack(fn(*args), "the result", current().rank)
 
 
 def _end_with_parent(pipe: Connection) -> None:

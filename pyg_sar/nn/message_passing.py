@@ -94,7 +94,19 @@ _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tel
 class DistMessagePassing(MessagePassing):
     r"""Base class for message passing layers that also run on a distributed graph.
 
-    Handed an ordinary ``edge_index``, it is :class:`torch_geometric.nn.MessagePassing`. Handed the
+    Layers derived from PyG's ``MessagePassing`` need not be rewritten:
+    :func:`pyg_sar.distribute` converts them to this class.
+
+    .. code-block:: python
+
+        class Conv(pyg_sar.DistMessagePassing):
+            def forward(self, x, edge_index):  # x [num_nodes, F]
+                return self.propagate(edge_index, x=x)
+
+            def message(self, x_i, x_j):  # [edges at hand, F]
+                return x_j - x_i
+
+    With an ordinary ``edge_index`` it is :class:`torch_geometric.nn.MessagePassing`. With the
     ``edge_index`` of :func:`pyg_sar.load_partition`, :meth:`propagate` computes
 
     .. math::
@@ -102,17 +114,19 @@ class DistMessagePassing(MessagePassing):
         \bigoplus_{q=0}^{W-1} \bigoplus_{j \in \mathcal{N}_q(i)} \,
         \phi_{\mathbf{\Theta}} \left(\mathbf{x}_i, \mathbf{x}_j,\mathbf{e}_{j,i}\right) \right)
 
-    one source worker :math:`q` at a time, and streams the sources again in the backward pass where
-    gradients depend on them (SAR). Subclasses are written exactly as PyG's: ``message``,
-    ``aggregate``, ``update`` and ``edge_update`` with ``_i`` and ``_j`` arguments. Tensors passed
-    to :meth:`propagate` hold this worker's rows.
+    where :math:`\mathcal{N}_q(i)` are the neighbours of node :math:`i` that worker :math:`q` owns.
+    It goes through the workers one at a time, and fetches their rows again in the backward pass
+    where gradients depend on them (SAR). Subclasses are written exactly as PyG's: ``message``,
+    ``aggregate``, ``update`` and ``edge_update`` with ``_i`` and ``_j`` arguments. ``forward`` and
+    ``update`` compute with tensors of the whole graph (docs/whole-graph.md), messages with the
+    rows of some edges. A message that mixes edges is refused with a
+    :class:`~pyg_sar.errors.DistributedIndexError` (:class:`SARPolicy`).
 
     Attributes:
         policy: How this layer runs (:class:`SARPolicy`); may be set at any time, on all workers
             alike.
 
-    Args:
-        **kwargs: See :class:`torch_geometric.nn.MessagePassing`.
+    The arguments are those of :class:`torch_geometric.nn.MessagePassing`.
     """
 
     policy: SARPolicy = SARPolicy()

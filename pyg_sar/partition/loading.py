@@ -29,25 +29,32 @@ def load_partition(
 ) -> Data | HeteroData:
     """Loads a partitioned graph, of which this worker holds its part.
 
-    The result is a PyG ``Data`` with tensors of the whole graph
-    (:class:`~pyg_sar.tensors.NodeTensor`): code that is written for one process computes its
-    numbers. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
-    relation, also for those of which this worker holds nothing. All workers draw random numbers
-    alike: their generators take the state of rank 0's here, and must be seeded alike from then on.
+    .. code-block:: python
+
+        data = pyg_sar.load_partition("parts")  # on each worker
+        data.x.shape                            # torch.Size([num_nodes, F])
+        data.x.to_local().shape                 # torch.Size([nodes of this worker, F])
+
+    The result is a PyG ``Data`` whose tensors have the shapes of the whole graph
+    (:class:`~pyg_sar.tensors.NodeTensor`): code that is written for one process computes the same
+    numbers (docs/whole-graph.md). Of a heterogeneous graph it is a ``HeteroData`` that has these
+    for each node type and relation, also for those of which this worker holds nothing. All workers
+    draw random numbers alike: their generators take the state of rank 0's here, and must be seeded
+    alike from then on.
 
     Lists of node ids (``train_idx``) and pairs of them (``edge_label_index``, int64) are such
     tensors, too: each worker holds the entries of its own nodes (see
     :func:`~pyg_sar.partition.storage.write_partitions`). Where the graph had its edges as ``adj_t``
     (``ToSparseTensor``), it has them so here.
 
-    Only this worker's file is read. The halo plan is part of it: the workers exchange a digest, to
-    see that their parts belong together, and nothing else.
+    A worker reads only its own file. Workers exchange a digest, to see that their parts belong
+    together, and nothing else.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
         device: Where the tensors go: this worker's device (``comm.device``), which is the default.
             A single process on the CPU may choose any.
-        verify: Compare the file's checksum.
+        verify: Compare the file's checksum, and refuse a file that was altered.
 
     Returns:
         ``data``. Its ``num_nodes`` and ``num_edges`` are the graph's.

@@ -333,7 +333,8 @@ class PartitionMetadata(Shown):
             return
         parts = self.num_parts
         there, start = counted(world_size, "workers"), f"start {counted(parts, 'workers')}"
-        start += f", host them (parts={parts})"
+        if world_size < parts:
+            start += f", pass parts={parts} to pyg_sar.launch or pyg_sar.run,"
         if hosted:
             there, start = counted(world_size, "hosted parts"), f"pass parts={parts}"
         raise PartitionError(

@@ -82,15 +82,20 @@ def write_partitions(
 ) -> PartitionStatistics:
     """Partitions a graph and writes it to a folder, one file per part.
 
+    .. code-block:: python
+
+        print(pyg_sar.write_partitions(data, 4, "parts"))  # edges cut, nodes and edges of each part
+
     Every node belongs to one part, every edge to the part of its target. Any ``Data`` or
     ``HeteroData`` will do: directed or not, with self loops, duplicate edges, isolated nodes,
     types without features or edges, relations without edges, and any node-, edge- or graph-level
-    attributes, sparse ones included. The same arguments give the same bytes.
+    attributes, sparse ones included. The same arguments give the same files.
 
     Attributes that hold node ids are split to the nodes' owners: lists of them ``[K]``, such as
     ``train_idx`` or OGB's ``split_idx``, and pairs ``[2, K]``, such as ``edge_label_index``, with
-    the attributes that have a row per entry (``edge_label``). Which these are PyG's convention
-    tells: the name has 'index' in it, or 'idx'. Loaded, they are tensors of the whole graph.
+    the attributes that have a row per entry (``edge_label``). By PyG's convention these are
+    attributes whose name has 'index' in it, or the word 'idx'. Loaded, they are tensors of the
+    whole graph.
 
     Args:
         data: The graph.
@@ -109,11 +114,12 @@ def write_partitions(
             many edges as nodes, and a name doesn't tell.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
-        memory: Bytes, or ``'2GiB'``, that this may take beside the graph. What has a row per edge
-            or node is then read in pieces and grouped in files beside ``root``, twice the graph's
-            size at most; a graph that is memory mapped (``load_graph`` of a folder) may be larger
-            than the memory. ``'balanced'`` becomes ``'coarsened'`` where METIS takes more
-            (:mod:`pyg_sar.partition.scratch`). Sparse matrices and texts stay in memory.
+        memory: Bytes, or ``'2GiB'``, that this may take beside the graph. Attributes with a row
+            per edge or node are then read in pieces and grouped in files beside ``root``, which
+            take at most twice the graph's size. A graph that is memory mapped (``load_graph`` of a
+            folder) may be larger than the memory. ``'balanced'`` becomes ``'coarsened'`` where
+            METIS takes more (:mod:`pyg_sar.partition.scratch`). Sparse matrices and texts stay in
+            memory.
         balance_training: Training nodes (``train_mask``; of several splits the first) are within
             1.1 times their mean as well, by ``'balanced'`` and ``'coarsened'``: for training on
             what they need only (message flow graphs). More edges are cut.
@@ -126,10 +132,10 @@ def write_partitions(
         ``HeteroData`` for each node type and relation too.
 
     Raises:
-        ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
-            ids (integers with no row per node or edge) and nothing says so, or a row per node or
-            per edge, of which there are as many; when a part does not
-            fit into ``memory``: names a number of parts that does.
+        ValueError: When an argument or an attribute of ``data`` can't be used; when an attribute
+            may hold node ids (integers with no row per node or edge), or its rows may be nodes or
+            edges, of which there are as many, and ``node_ids`` or ``levels`` doesn't say so; when a
+            part does not fit into ``memory``: names a number of parts that does.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
         FileExistsError: When ``root`` exists.

@@ -379,6 +379,7 @@ _NEEDS = {
     "num_neighbors": "sampler neighbor",
     "batch_size": "sampler neighbor",
     "checkpoint_every": "checkpoint FILE",
+    "measure_every": "report DIR",
 }
 
 
@@ -515,7 +516,7 @@ def _add_train(commands: Any) -> None:
     group = add_workers(command)
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
+    group("--wire", choices=WIRES, default="exact", help="how halo rows are sent")
     group(
         "--refresh-every",
         type=int,
@@ -523,7 +524,7 @@ def _add_train(commands: Any) -> None:
         metavar="K",
         help="steps: exchange rows in each K-th",
     )
-    group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
+    group("--measure-every", type=int, metavar="N", help="epochs: report errors of gradients")
 
     of_config = "YAML or JSON of options by name; those of the command line win"
     command.add_argument("--config", metavar="FILE", help=of_config)

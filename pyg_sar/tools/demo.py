@@ -2,8 +2,8 @@
 
 A built-in synthetic graph is cut into parts; a GAT is trained on them by as many workers, and on
 the whole graph by one process that uses PyG alone. Three things are shown: the losses are the same,
-each worker needs less memory than the single process, and what the workers send is what the law
-says: per layer and pass, worker p's halo rows H_p times the bytes of a row,
+each worker needs less memory than the single process, and workers send as many bytes as SAR's
+formula says: per layer and pass, worker p's halo rows H_p times the bytes of a row,
 
 - forward: fetched, H_p F b;
 - backward: source rows fetched again (SAR's case 2, which attention is), H_p F b, and their
@@ -80,7 +80,7 @@ def run_demo(config: DemoConfig) -> int:
     """Runs the demo and prints what it shows.
 
     Returns:
-        0 when the losses agree within 1e-5 and the bytes equal the law's, otherwise 1.
+        0 when the losses agree within 1e-5 and the bytes are those expected, otherwise 1.
     """
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,10 @@ def run_demo(config: DemoConfig) -> int:
         halos = [part.num_halo for part in read_metadata(parts).parts]
     same = _show_losses(single.losses, workers[0].losses)
     _show_memory(single, workers)
-    lawful = _show_bytes(workers, halos, config)
-    picture = _draw(single, workers, _law(halos, config), out / "demo.png")
+    equal = _show_bytes(workers, halos, config)
+    picture = _draw(single, workers, _expected(halos, config), out / "demo.png")
     print(f"\npicture: {picture}" if picture else "\nno picture: pip install 'pyg_sar[plot]'")
-    return 0 if same and lawful else 1
+    return 0 if same and equal else 1
 
 
 # The two trainings ###########################################################
@@ -127,7 +127,7 @@ def _single(parts: str, config: DemoConfig) -> DemoRun:
 def _worker(parts: str, config: DemoConfig) -> DemoRun:
     """Trains the same on several workers: other data, and ``distribute``."""
     data = load_partition(parts)
-    # The law that is shown is that of pulling all rows.
+    # The bytes that are expected are those of pulling all rows.
     policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
     return _train(distribute(_model(data.num_features, config.seed), policy), data, config)
 
@@ -180,7 +180,7 @@ def _show_memory(single: DemoRun, workers: list[DemoRun]) -> None:
     print(f"training needs at most {100 * share:.0f}% of the single process's memory on a worker")
 
 
-def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
+def _expected(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
     """Returns each worker's bytes per kind, from the partition and the layer widths."""
     layer_bytes = config.epochs * sum(ROW_BYTES.values())
     # Modes 2 and 3 keep the rows of the forward pass, so that none are fetched again.
@@ -197,26 +197,28 @@ def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
 
 def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) -> bool:
     print(
-        "\nAll rows are pulled, as on one host; between hosts SARPolicy(push='auto') takes fewer."
+        "\nHalo rows: rows of other workers' nodes that a worker's edges need. Expected: halo rows"
     )
+    print("times the bytes of a row; between hosts SARPolicy(push='auto') sends fewer.")
     print("\nbytes            halo rows          fetched    fetched again   gradients sent")
-    law = _law(halos, config)
-    for p, (figures, expected) in enumerate(zip(workers, law, strict=True)):
-        for name, values in ((f"worker {p}", figures.traffic), ("  the law", expected)):
+    by_formula = _expected(halos, config)
+    for p, (figures, expected) in enumerate(zip(workers, by_formula, strict=True)):
+        for name, values in ((f"worker {p}", figures.traffic), ("  expected", expected)):
             text = "  ".join(f"{values[kind]:15,d}" for kind in ("fetch", "refetch", "gradient"))
             print(f"{name:<15}  {halos[p]:9,d}  {text}")
-    lawful = all(w.traffic == expected for w, expected in zip(workers, law, strict=True))
+    equal = all(w.traffic == expected for w, expected in zip(workers, by_formula, strict=True))
     sent = sum(w.sent for w in workers)
-    by_law = sum(sum(expected.values()) for expected in law)
+    halo_bytes = sum(sum(expected.values()) for expected in by_formula)
     print(
-        f"{counted(sent, 'bytes')} sent in all, {by_law:,} by the law and {sent - by_law:,} for "
-        f"sums (loss, parameter gradients): {'equal' if lawful else 'NOT equal'} to the byte"
+        f"{counted(sent, 'bytes')} sent in all, {halo_bytes:,} as expected and "
+        f"{sent - halo_bytes:,} for sums (loss, parameter gradients): "
+        f"{'equal' if equal else 'NOT equal'}"
     )
-    return lawful
+    return equal
 
 
 def _draw(
-    single: DemoRun, workers: list[DemoRun], law: list[dict[str, int]], path: Path
+    single: DemoRun, workers: list[DemoRun], expected: list[dict[str, int]], path: Path
 ) -> Path | None:
     try:
         from matplotlib.figure import Figure
@@ -233,15 +235,15 @@ def _draw(
     used = [(r.peak_memory - r.base_memory) / 2**20 for r in (single, *workers)]
     memory.bar(names, used, color=["tab:gray", *["tab:blue"] * len(workers)])
     memory.set(title="Memory for training", xlabel="process", ylabel="MiB over the start")
-    _draw_bytes(traffic, workers, law)
+    _draw_bytes(traffic, workers, expected)
     figure.savefig(path, dpi=110)
     return path
 
 
-def _draw_bytes(axes: Any, workers: list[DemoRun], law: list[dict[str, int]]) -> None:
+def _draw_bytes(axes: Any, workers: list[DemoRun], expected: list[dict[str, int]]) -> None:
     for offset, label, totals in (
         (-0.2, "counted", [sum(w.traffic.values()) / 2**20 for w in workers]),
-        (0.2, "by the law", [sum(row.values()) / 2**20 for row in law]),
+        (0.2, "expected", [sum(row.values()) / 2**20 for row in expected]),
     ):
         axes.bar([p + offset for p in range(len(workers))], totals, width=0.38, label=label)
     axes.set(title="Halo rows and gradients", xlabel="worker", ylabel="MiB")

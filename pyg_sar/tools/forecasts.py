@@ -329,6 +329,6 @@ class Plan(Shown):
             limit += f", where {counted(fewest, 'workers')} are enough"
         return (
             f"* take mode {self.best.mode} with {counted(self.best.workers, 'workers')}: the "
-            f"shortest epoch{limit}. Memory is beyond the start of a process, which takes some 350 "
+            f"shortest epoch{limit}. Memory is what training adds to a started process of some 350 "
             "MB"
         )

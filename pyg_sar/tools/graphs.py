@@ -149,7 +149,13 @@ def load_graph(
     seed: int = 0,
     **options: Any,
 ) -> Data | HeteroData:
-    """Loads a graph from a source (see the table of this module).
+    """Loads a graph from a source: a name, a file or a folder (docs/partitioning.md has the table).
+
+    .. code-block:: python
+
+        graph = load_graph("synthetic:nodes=2000,classes=8")  # drawn at random
+        graph = load_graph("cora", root="data")  # of PyG: read from there, or downloaded
+        graph = load_graph("links.csv:nodes=people.csv")  # tables; also .npz, .pt and folders
 
     Args:
         source: The source and, after a colon, its options; a path, too.

@@ -73,19 +73,20 @@ def infer(
         scores = pyg_sar.infer(model, data)                                   # plain PyG, one pass
         scores = pyg_sar.infer(model, data, out="scores.npy", memory="1GiB")  # layer by layer
 
-    With ``memory`` or ``parts`` the graph is cut into parts, in a temporary folder, and a worker
-    process computes them in turn, one layer after the other; what waits lies in files
-    (docs/larger-than-memory.md; Linux, with the C++ kernels). There, and on the workers of a
-    partition, which all call this, the model's own code sees tensors of the whole graph
-    (docs/whole-graph.md).
+    With ``memory`` or ``parts`` the graph is cut into parts, in a temporary folder. A worker
+    process computes them in turn, all parts of one layer before the next; parts that wait are kept
+    in files (docs/larger-than-memory.md; Linux, with the C++ kernels). On the workers of a
+    partition all of them call this. In both cases the model's own code sees tensors of the whole
+    graph (docs/whole-graph.md).
 
     Args:
         model: The model, plain or distributed.
         data: The whole graph in one process, or what :func:`pyg_sar.load_partition` gave.
         out: A ``.npy`` file, which the workers write in global order, each its own rows. It gets
             its name once it is complete, and replaces one of that name.
-        memory: Bytes that each worker process may take beyond its start, such as ``'2GiB'``. The
-            number of parts follows from it. Not for a partition: its workers have been started.
+        memory: By how many bytes each worker process may grow after its start, such as
+            ``'2GiB'``. The number of parts follows from it. Not for a partition: its workers have
+            been started.
         parts: The number of parts, where it shall not follow from ``memory``.
         workers: Worker processes that compute the parts.
         store: A folder for the parts, on a local disk; that of ``out`` by default, else the

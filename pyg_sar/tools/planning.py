@@ -88,9 +88,17 @@ def plan(
 ) -> Plan:
     r"""Predicts memory, bytes sent and epoch times of a training on partitions.
 
+    .. code-block:: python
+
+        plan = pyg_sar.plan(model, data, memory="4GiB")  # a graph: how many parts?
+        plan = pyg_sar.plan(model, "parts", memory="4GiB", bandwidth=125e6)  # a partition
+        print(plan)  # a row for each partition, number of workers and mode
+        plan.best  # the fastest that fits: memory in bytes, seconds and bytes sent per epoch
+
     With part :math:`p`'s own nodes :math:`n`, halo rows :math:`h` and edges :math:`e`, the bytes at
-    its peak are :math:`a + b(n, h, e)` with :math:`b` homogeneous of degree 1; samples of two sizes
-    with the same proportions give both. See [Note: how it is predicted].
+    its peak are :math:`a + b(n, h, e)`, where :math:`b` grows in proportion to its arguments.
+    Training steps on samples of two sizes with the same proportions give both. See [Note: how it is
+    predicted].
 
     Args:
         model: The model, or what returns it for a part's ``Data``.
@@ -105,7 +113,7 @@ def plan(
             By default one for each part. Partitions with fewer parts are left out.
         modes: Of :class:`SARPolicy`, to compare; by default all three, of estimates the first.
         policy: The other settings of layers.
-        memory: Bytes that each worker may take beyond its start, or ``'16GiB'``.
+        memory: By how many bytes each worker may grow after its start, or ``'16GiB'``.
         store: A folder where parts that wait may go (``launch(store=...)``), with ``memory``.
             Samples use it, and its disk is measured.
         bandwidth: Bytes per second of each host's link; by default workers are on one host.

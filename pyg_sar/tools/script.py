@@ -57,7 +57,7 @@ class ScriptConfig:
         script: Its path.
         arguments: What follows it.
         parts: Parts of the graph; by default one for each worker.
-        memory: Bytes that each worker process may take beyond its start.
+        memory: By how many bytes each worker process may grow after its start.
         store: Folder where parts wait.
         cache: Folder of partitions; by default in the user's cache.
         node_ids: Attributes that hold node ids, or don't.

@@ -94,7 +94,14 @@ class Callback:
 
 
 class Trainer:
-    """Trains a model full-batch on all workers.
+    """Trains a model full-batch on all workers, or in one process on a plain ``Data``.
+
+    .. code-block:: python
+
+        config = TrainConfig(epochs=200, lr=0.01, patience=50)  # of pyg_sar.train
+        trainer = pyg_sar.Trainer(pyg_sar.distribute(model), data, config)
+        result = trainer.fit()  # losses, best epoch, scores: the same on every worker
+        scores = trainer.evaluate()  # {"val_loss": ..., "val_accuracy": ..., ...}
 
     Args:
         model: Called by ``forward``; its parameters are the same on every worker (as
