@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -76,6 +78,21 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path, optimizer):
     assert replace(result, seconds=0.0) == replace(reference, seconds=0.0)
     assert same_state(whole.model, resumed.model)
     assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
+
+
+def test_what_numpy_and_python_draw_goes_on(tmp_path):
+    def make(**options: Any) -> Trainer:
+        def forward(model: nn.Module, data: Any) -> Any:  # As negative sampling does.
+            return call_model(model, data) * (random.gauss(2, 0.3) + float(np.random.randn()))
+
+        return Trainer(make_model(), small_graph(), CONFIG, forward=forward, **options)
+
+    path = tmp_path / "run.ckpt"
+    whole = make(callbacks=[SaveAt(path, 3)]).fit()
+    assert make().fit().losses == whole.losses  # config.seed decides them all.
+    resumed = make()
+    resumed.resume(path)
+    assert resumed.fit().losses == whole.losses
 
 
 def test_momentum_and_other_group_options_come_back(tmp_path):

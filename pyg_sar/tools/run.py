@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from pyg_sar.comm.devices import seed_generators
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.convert import distribute
@@ -250,7 +251,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     check_names(config.args or (), data)
     seed = config.train.seed
     if seed is not None:
-        torch.manual_seed(seed)
+        seed_generators(seed)
     flow = _message_flow(config, data)
     outputs = _outputs(config, data)
     columns = 0 if config.labels is None else outputs

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
 
+from pyg_sar.comm.devices import seed_generators
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
@@ -262,7 +263,7 @@ class Trainer:
             if group is not None:
                 check_settings(shared, self.optimizer, group)
         if self.epoch == 0 and self.config.seed is not None:
-            torch.manual_seed(self.config.seed)
+            seed_generators(self.config.seed)
         if self.flow is not None:
             self._show(None if self.labels is None else self.labels.mask)
             check_flow(self.model, self.data, self.flow, forward=self.forward)
