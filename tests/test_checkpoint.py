@@ -95,6 +95,42 @@ def test_what_numpy_and_python_draw_goes_on(tmp_path):
     assert resumed.fit().losses == whole.losses
 
 
+class Anneal(Callback):
+    """Changes options of the optimizer by hand."""
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        for group in trainer.optimizer.param_groups:
+            group |= {"lr": group["lr"] * 0.7, "momentum": 0.5 if record.epoch > 2 else 0.9}
+
+
+def test_options_of_ones_own_optimizer_and_scheduler_go_on(tmp_path):
+    def make(lr: float = 0.1, decay: float = 1e-3, size: int | None = None, **rest: Any) -> Trainer:
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=decay)
+        rest["scheduler"] = None if size is None else torch.optim.lr_scheduler.StepLR(sgd, size)
+        return Trainer(model, small_graph(), TrainConfig(epochs=8), optimizer=sgd, **rest)
+
+    path, stepped = tmp_path / "run.ckpt", tmp_path / "stepped.ckpt"
+    whole = make(callbacks=[Anneal(), SaveAt(path, 3)]).fit()
+    resumed = make(callbacks=[Anneal()])
+    resumed.resume(path)
+    assert resumed.fit().losses == whole.losses
+    make(size=5).save(stepped)
+    groups = r"settings: optimizer\.param_groups\[0\]\['"
+    for file, other, text in (
+        (path, make(lr=0.2), groups + r"lr'\]=0\.1 is now 0\.2; give"),
+        (path, make(decay=1.0), groups + r"weight_decay'\]=0\.001 is now 1\.0; give"),
+        (stepped, make(size=6), r"settings: scheduler\.step_size=5 is now 6; give"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            other.resume(file)
+    other = make(decay=1.0)
+    other.resume(path, allow_changes=True)
+    (group,) = other.optimizer.param_groups
+    assert (group["weight_decay"], group["momentum"]) == (1.0, 0.5)
+    assert group["lr"] == pytest.approx(0.1 * 0.7**3)
+
+
 def test_momentum_and_other_group_options_come_back(tmp_path):
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make_model(norm="none")

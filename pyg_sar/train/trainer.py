@@ -56,6 +56,7 @@ from pyg_sar.train.resuming import (
     check_same_run,
     digest_of_all,
     resume_schedulers,
+    start_of,
 )
 from pyg_sar.train.targets import LabelSplit, not_finite
 from pyg_sar.train.wire_error import gradient_error, measure_every
@@ -225,8 +226,7 @@ class Trainer:
             self.schedulers = make_schedulers(*of_epochs)
         else:
             self.schedulers = [check_scheduler(scheduler, *of_epochs)]
-        groups = self.optimizer.param_groups
-        self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self._start = start_of(self.optimizer, self.schedulers)
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
         if self.rows.totals["val"] == 0 and (config.patience or plateau):
             raise ValueError(
@@ -453,7 +453,7 @@ class Trainer:
             "graph": self._graph(),
             **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
-            "initial_lrs": self._initial_lrs,
+            "start": self._start,
             "schedulers": self._schedule_state(),
             "extra": extra,
         }
@@ -481,7 +481,7 @@ class Trainer:
         # The settings are compared first, by a pass that changes nothing.
         first = inspect_checkpoint(path, self.comm)
         state, name, now = first.state, os.fspath(path), self._settings()
-        check_same_run(name, first, now, allow_changes=allow_changes)
+        check_same_run(name, first, now, self._start, allow_changes=allow_changes)
         graph = self._graph()
         check_same_graph(name, first, graph, self.rows.counts, allow_changes=allow_changes)
         options = [
@@ -492,7 +492,7 @@ class Trainer:
         checkpoint = load_checkpoint(
             path, self.model, self.optimizer, restore_rng=drawn, comm=self.comm
         )
-        resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
+        resume_schedulers(self.schedulers, self.optimizer, options, self._start, state, now)
         for kept in _KEPT:
             setattr(self, kept, state[kept])
         self.best_state = {
