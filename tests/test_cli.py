@@ -352,10 +352,18 @@ def test_options_in_a_file(parts, tmp_path, capsys):
         ("- 4\n", "expected options by name (got list)"),
         ("quiet: 3\n", "quiet: 3 is no value of --quiet"),
         ("epochs: true\n", "epochs: True is no value of --epochs"),
-        ("a: [\n", "while parsing"),
+        ("a: [\n", "run.yaml: while parsing"),
+        ("lr: 1\nlr: 2\n", "run.yaml: lr: given twice"),
+        ("clip_norm: 1\nclip-norm: 2\n", "clip_norm: given twice"),
     ):
         file.write_text(text)
-        assert message in usage_error(capsys, "train", "--config", str(file))
+        assert message in usage_error(capsys, "train", "--conf", str(file))  # As argparse shortens.
+    twice = usage_error(capsys, "train", f"--config={file}", "--config", str(file))
+    assert f"--config is given 2 times ({file}, {file}): give one file" in twice
+    other = tmp_path / "run.json"
+    for text, message in (('{"lr": 1, "lr": 2}', "lr: given twice"), ("{", "run.json: Expecting")):
+        other.write_text(text)
+        assert message in usage_error(capsys, "train", "--config", str(other))
     assert "No such file" in usage_error(capsys, "train", "--config", str(tmp_path / "no.json"))
     (tmp_path / "o.toml").write_text("")
     error = usage_error(capsys, "train", "--config", str(tmp_path / "o.toml"))
