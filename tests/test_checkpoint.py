@@ -307,6 +307,10 @@ def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     with pytest.raises(ValueError, match="'every' to be an integer of at least 1"):
         CheckpointEvery(path, every=0)
+    trainer = make_trainer(callbacks=[CheckpointEvery(tmp_path / "no" / "c")])
+    with pytest.raises(CheckpointError, match=r"no/c': there is no folder '.*no' where rank 0 may"):
+        trainer.fit()
+    assert trainer.epoch == 0
 
 
 # Several workers #############################################################
