@@ -130,6 +130,7 @@ def launch(
         return results if hosting is None else [found for hosted in results for found in hosted]
     finally:
         _end(workers)
+        del meeting_place  # A traceback that somebody keeps would keep the store's sockets.
 
 
 def run(
