@@ -555,6 +555,7 @@ def _add_predict(commands: Any) -> None:
     )
     add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
     add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
+    add("--args", type=names_in, metavar="NAMES", help=f"{_OF_ARGS} (default: the training's)")
     add_workers(command)
 
 

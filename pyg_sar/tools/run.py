@@ -485,7 +485,7 @@ def _callbacks(
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra: dict[str, Any] = {"model": asdict(config.model)}
+        extra: dict[str, Any] = {"model": _model_of(config)}
         if stock is not None:
             extra["pyg"] = asdict(stock)
         extra |= {"labels": config.labels, "split": config.train.split}
@@ -494,9 +494,15 @@ def _callbacks(
     return callbacks
 
 
+def _model_of(config: RunConfig) -> dict[str, Any]:
+    """Returns what a checkpoint says of the model, as values of JSON."""
+    return asdict(config.model) | {"args": None if config.args is None else list(config.args)}
+
+
 def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
     saved = inspect_checkpoint(path, trainer.comm).state.get("extra", {}).get("model")
-    now = asdict(config.model)
+    now = _model_of(config)
+    saved = None if saved is None else {"args": now["args"], **saved}  # Older files don't say.
     if saved is not None and saved != now and not config.allow_changes:
         changes = [
             f"{k}={saved.get(k)!r} is now {v!r}" for k, v in now.items() if saved.get(k) != v
