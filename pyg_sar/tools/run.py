@@ -483,7 +483,8 @@ def _callbacks(
             "policy": asdict(config.policy),
             "resumed_from": config.resume,
         }
-        callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
+        replaces = {"overwrite": config.overwrite, "again": config.auto_resume}
+        callbacks.append(Report(config.report, config=settings, **replaces))
     if config.checkpoint is not None:
         extra: dict[str, Any] = {"model": _model_of(config)}
         if stock is not None:
