@@ -9,10 +9,12 @@ Needs ``lightning`` (``pip install 'pyg_sar[lightning]'``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from pyg_sar.comm.group import init
 from pyg_sar.convert import distribute
@@ -80,6 +82,22 @@ class SARStrategy(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Returns which samples are this replica's."""
         return {"num_replicas": self.comm.replicas, "rank": self.comm.replica}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Lets a sampler draw when the first sample is asked for.
+
+        Lightning makes the first iterator of a run, and only then tells samplers the epoch, which
+        is not the first one in a run that is resumed.
+        """
+        sampler = getattr(dataloader, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            kind: Any = type(sampler)
+
+            def later(sampler: Any) -> Iterator[Any]:
+                yield from kind.__iter__(sampler)
+
+            sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": later})
+        return super().process_dataloader(dataloader)
 
     def setup(self, trainer: Trainer) -> None:
         """Converts the module, then makes its optimizers."""

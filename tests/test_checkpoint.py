@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -76,6 +78,57 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path, optimizer):
     assert replace(result, seconds=0.0) == replace(reference, seconds=0.0)
     assert same_state(whole.model, resumed.model)
     assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
+
+
+def test_what_numpy_and_python_draw_goes_on(tmp_path):
+    def make(**options: Any) -> Trainer:
+        def forward(model: nn.Module, data: Any) -> Any:  # As negative sampling does.
+            return call_model(model, data) * (random.gauss(2, 0.3) + float(np.random.randn()))
+
+        return Trainer(make_model(), small_graph(), CONFIG, forward=forward, **options)
+
+    path = tmp_path / "run.ckpt"
+    whole = make(callbacks=[SaveAt(path, 3)]).fit()
+    assert make().fit().losses == whole.losses  # config.seed decides them all.
+    resumed = make()
+    resumed.resume(path)
+    assert resumed.fit().losses == whole.losses
+
+
+class Anneal(Callback):
+    """Changes options of the optimizer by hand."""
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        for group in trainer.optimizer.param_groups:
+            group |= {"lr": group["lr"] * 0.7, "momentum": 0.5 if record.epoch > 2 else 0.9}
+
+
+def test_options_of_ones_own_optimizer_and_scheduler_go_on(tmp_path):
+    def make(lr: float = 0.1, decay: float = 1e-3, size: int | None = None, **rest: Any) -> Trainer:
+        model = make_model()
+        sgd = torch.optim.SGD(model.parameters(), lr, momentum=0.9, weight_decay=decay)
+        rest["scheduler"] = None if size is None else torch.optim.lr_scheduler.StepLR(sgd, size)
+        return Trainer(model, small_graph(), TrainConfig(epochs=8), optimizer=sgd, **rest)
+
+    path, stepped = tmp_path / "run.ckpt", tmp_path / "stepped.ckpt"
+    whole = make(callbacks=[Anneal(), SaveAt(path, 3)]).fit()
+    resumed = make(callbacks=[Anneal()])
+    resumed.resume(path)
+    assert resumed.fit().losses == whole.losses
+    make(size=5).save(stepped)
+    groups = r"settings: optimizer\.param_groups\[0\]\['"
+    for file, other, text in (
+        (path, make(lr=0.2), groups + r"lr'\]=0\.1 is now 0\.2; give"),
+        (path, make(decay=1.0), groups + r"weight_decay'\]=0\.001 is now 1\.0; give"),
+        (stepped, make(size=6), r"settings: scheduler\.step_size=5 is now 6; give"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            other.resume(file)
+    other = make(decay=1.0)
+    other.resume(path, allow_changes=True)
+    (group,) = other.optimizer.param_groups
+    assert (group["weight_decay"], group["momentum"]) == (1.0, 0.5)
+    assert group["lr"] == pytest.approx(0.1 * 0.7**3)
 
 
 def test_momentum_and_other_group_options_come_back(tmp_path):
@@ -254,6 +307,10 @@ def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     with pytest.raises(ValueError, match="'every' to be an integer of at least 1"):
         CheckpointEvery(path, every=0)
+    trainer = make_trainer(callbacks=[CheckpointEvery(tmp_path / "no" / "c")])
+    with pytest.raises(CheckpointError, match=r"no/c': there is no folder '.*no' where rank 0 may"):
+        trainer.fit()
+    assert trainer.epoch == 0
 
 
 # Several workers #############################################################

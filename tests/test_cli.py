@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.errors import LostWorkerError, ReportError, WorkerError
 from pyg_sar.tools import cli, demo, load_graph, start
 from pyg_sar.tools.models import MODELS, build_model, imported_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, _metrics, train_seeds, train_worker
@@ -353,10 +353,18 @@ def test_options_in_a_file(parts, tmp_path, capsys):
         ("- 4\n", "expected options by name (got list)"),
         ("quiet: 3\n", "quiet: 3 is no value of --quiet"),
         ("epochs: true\n", "epochs: True is no value of --epochs"),
-        ("a: [\n", "while parsing"),
+        ("a: [\n", "run.yaml: while parsing"),
+        ("lr: 1\nlr: 2\n", "run.yaml: lr: given twice"),
+        ("clip_norm: 1\nclip-norm: 2\n", "clip_norm: given twice"),
     ):
         file.write_text(text)
-        assert message in usage_error(capsys, "train", "--config", str(file))
+        assert message in usage_error(capsys, "train", "--conf", str(file))  # As argparse shortens.
+    twice = usage_error(capsys, "train", f"--config={file}", "--config", str(file))
+    assert f"--config is given 2 times ({file}, {file}): give one file" in twice
+    other = tmp_path / "run.json"
+    for text, message in (('{"lr": 1, "lr": 2}', "lr: given twice"), ("{", "run.json: Expecting")):
+        other.write_text(text)
+        assert message in usage_error(capsys, "train", "--config", str(other))
     assert "No such file" in usage_error(capsys, "train", "--config", str(tmp_path / "no.json"))
     (tmp_path / "o.toml").write_text("")
     error = usage_error(capsys, "train", "--config", str(tmp_path / "o.toml"))
@@ -550,6 +558,23 @@ def test_auto_resume_goes_on_where_there_is_a_checkpoint(parts, tmp_path):
     second = train_worker(longer)
     assert second.epochs == 3 and second.losses[:2] == first.losses
     assert train_worker(longer).losses == second.losses
+
+
+def test_auto_resume_begins_anew_before_the_first_checkpoint(parts, tmp_path):
+    """The report of a run that was killed by then is replaced, others are not."""
+    report = tmp_path / "r"
+    config = config_of(parts, checkpoint=str(tmp_path / "c"), auto_resume=True, report=str(report))
+    first = train_worker(config)
+    (tmp_path / "c").unlink()
+    with pytest.raises(ReportError, match="holds the report of another run"):
+        train_worker(config)  # It had come to its end.
+    (report / "summary.json").unlink()
+    other = replace(config, train=replace(config.train, lr=0.5))
+    for refused in (other, replace(config, auto_resume=False)):
+        with pytest.raises(ReportError, match="holds the report of another run"):
+            train_worker(refused)
+    assert train_worker(config).losses == first.losses
+    assert len((report / "metrics.jsonl").read_text().splitlines()) == first.epochs
 
 
 def test_features_labels_and_weights_of_other_graphs(tmp_path):

@@ -112,8 +112,7 @@ def on_workers(roots: list[Path], folder: Path) -> dict[str, Any]:
 
     comm = pyg_sar.comm.current()
     data = [pyg_sar.load_partition(root) for root in roots]
-    # With batch_size=None the first epoch after a resume has the order of epoch 0, in DDP, too.
-    loader = partial(DataLoader, data, batch_size=1, collate_fn=lambda batch: batch[0])
+    loader = partial(DataLoader, data, batch_size=None)
     strategy = partial(SARStrategy, replicas=comm.replicas)
     first, last = strategy(), comm.replicas * comm.world_size - 1
     assert first.broadcast(first.global_rank, last) == last

@@ -525,11 +525,26 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
         Path("net.py").write_text(
             "from torch_geometric.nn import GCN\n"
             "def make(data): return GCN(data.num_features, 64, 2, 3, norm='BatchNorm')\n"
+            "class Net(GCN):\n"
+            "    def __init__(self, data): super().__init__(data.num_features, 8, 2, 3)\n"
+            "    def forward(self, x, edge_index, train_mask=None):\n"
+            "        out = super().forward(x, edge_index)\n"
+            "        return out if train_mask is None else out + train_mask.view(-1, 1)\n"
         )
         assert cli.main([*predict, "own.npy", "--model", "net.py:make"]) == 0
+        own = ["--checkpoint", "own.ckpt", *parts, "--model", "net.py:Net"]
+        given = ["--args", "x,edge_index,train_mask"]
+        assert cli.main(["train", *own, *given, "--epochs", "1", "--quiet"]) == 0
+        capsys.readouterr()
+        assert cli.main(["train", *own, "--epochs", "2", "--resume", "--quiet"]) == cli.EXIT_USAGE
+        assert "args=['x', 'edge_index', 'train_mask'] is now None" in capsys.readouterr().err
+        assert cli.main(["predict", *own, "--out", "masked.npy"]) == 0
+        assert cli.main(["predict", *own, "--out", "plain.npy", "--args", "x,edge_index"]) == 0
     assert cli.main([*predict, "two.npy"]) == 0
     assert "200 rows of [3] written to two.npy" in capsys.readouterr().out
     data: Any = merge_partitions("parts")
+    added = np.load("masked.npy") - np.load("plain.npy")
+    assert np.allclose(added, data.train_mask.view(-1, 1).numpy(), rtol=0, atol=1e-5)
     expected = whole(pyg_sar.tools.load_model("run.ckpt"), data)
     for name in ("one.npy", "own.npy", "two.npy"):
         assert np.allclose(np.load(name), expected.numpy(), rtol=0, atol=1e-5), name

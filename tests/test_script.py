@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import io
@@ -258,7 +259,7 @@ if typing.WITH_TORCH_SPARSE or typing.WITH_PYG_LIB:
     SCRIPTS["loader of all nodes"] = OF_ALL_NODES
 
 EVERYTHING = """
-import os, random, sys
+import atexit, os, random, sys
 import numpy as np
 import torch
 print(sys.argv, __name__, os.path.basename(__file__), sys.path[0] == os.getcwd())
@@ -276,6 +277,8 @@ open("gone.txt", "w").close()
 os.remove("gone.txt")
 print(os.path.exists("gone.txt"))
 sys.stderr.write("seen once\\n")
+atexit.register(lambda: print("the very end", open("end.txt", "a").write("once")))
+atexit.register(print, "the end")
 sys.exit(7)
 """
 
@@ -362,8 +365,10 @@ def test_prints_files_and_exit_codes(outcomes):
     assert err == "seen once\n"
     lines = out.splitlines()
     assert lines[0] == "['everything.py', '--a', '1'] __main__ everything.py True"
-    assert lines[2:] == ["one two True", "[1. 1.] False", "False"]
+    assert lines[2:5] == ["one two True", "[1. 1.] False", "False"]
+    assert lines[5:] == ["the end", "the very end 4"]
     assert (folder / "a.txt").read_text() == "one two"
+    assert (folder / "end.txt").read_text() == "once"
     assert np.load(folder / "c.npy").tolist() == [1, 1]
     assert not (folder / "gone.txt").exists() and not list((folder / "made/here").iterdir())
 
@@ -399,6 +404,7 @@ REFUSED = {
     "written": GRAPH
     + "dataset = Graphs()\ndata = dataset[0]\ndata.x[3] = 1.5\n"
     + "print(dataset[0].x.sum().item())\n",
+    "input": "import sys\nname = input() if sys.stdin.isatty() else sys.stdin.buffer.read()\n",
     "error": "def fail(x):\n    return x.foo\n\nimport os\nfail(os)\n",
     "syntax": "a = = 1\n",
     "caught": GRAPH.replace("g = torch.Generator", "raise OSError('no net'); g = torch.Generator")
@@ -413,6 +419,7 @@ REFUSED = {
         ("lists", "'DataListLoader' under 'pyg-sar run': batches of many graphs are divided where"),
         ("group", "starts workers of its own"),
         ("trace", "can't be traced"),
+        ("input", "The script reads standard input"),
         ("written", r"Graphs\[0\] after 'x' was written in place"),
         ("states", r"rank\(s\) \[1\] have drawn other random numbers"),
     ],
@@ -578,7 +585,14 @@ def test_all_is_put_back(tmp_path, monkeypatch):
             *(builtins.open, os.stat, os.remove, io.open, torch.save, torch.load, torch.compile),
             *(torch.nn.Module.__call__, torch.optim.Optimizer.__init__, Dataset.__getitem__),
             *(NeighborLoader.__init__, np.random.default_rng, random.seed, torch.manual_seed),
-            *(sys.stdout, sys.argv, sys.modules["__main__"], list(sys.path)),
+            *(
+                sys.stdout,
+                sys.stdin,
+                atexit.register,
+                sys.argv,
+                sys.modules["__main__"],
+                list(sys.path),
+            ),
         ]
 
     monkeypatch.chdir(tmp_path)

@@ -8,9 +8,11 @@ workers; in all other cases gloo does, which copies tensors of a GPU through the
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -151,3 +153,28 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> N
     torch.random.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+
+
+def other_states() -> torch.Tensor:
+    """Returns the states of NumPy's and Python's default generators: int64 ``[1254]``."""
+    _, keys, place, waits, normal = np.random.get_state(legacy=True)
+    _, words, gauss = random.getstate()
+    counts = np.array([*keys, place, waits, *words, gauss is not None], dtype=np.int64)
+    normals = np.array([normal, gauss or 0.0], dtype=np.float64).view(np.int64)
+    return torch.from_numpy(np.concatenate([counts, normals]))
+
+
+def set_other_states(states: torch.Tensor) -> None:
+    """Makes NumPy's and Python's default generators go on from :func:`other_states`."""
+    counts = states.numpy()
+    normal, gauss = counts[-2:].copy().view(np.float64).tolist()
+    keys, (place, waits), words, (drawn, *_) = np.split(counts, [624, 626, 1251])
+    np.random.set_state(("MT19937", keys.astype(np.uint32), int(place), int(waits), normal))
+    random.setstate((3, tuple(words.tolist()), gauss if drawn else None))
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds PyTorch's default generators, NumPy's and Python's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

@@ -146,6 +146,7 @@ def launch(
         return [cloudpickle.loads(packed) for hosted in results for packed in hosted]
     finally:
         _end(workers)
+        del meeting_place  # A traceback that somebody keeps would keep the store's sockets.
 
 
 def run(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import WITH_TORCH_SPARSE
 
-from pyg_sar.comm.devices import random_states, set_random_states
+from pyg_sar.comm.devices import (
+    other_states,
+    random_states,
+    set_other_states,
+    set_random_states,
+)
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
 from pyg_sar.exchange.cover import StoredCovers
@@ -44,10 +47,8 @@ _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` its
 def random_digest(device: torch.device) -> bytes:
     """Returns 32 bytes that tell the states of this worker's generators from others."""
     found = hashlib.sha256()
-    for state in random_states(device):
+    for state in (*random_states(device), other_states()):
         found.update(state.cpu().numpy().tobytes())
-    for part in (*np.random.get_state(legacy=True), random.getstate()):
-        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
     return found.digest()
 
 
@@ -61,15 +62,10 @@ def share_random_states(comm: Communicator, src: int = 0) -> None:
         comm: The communicator. All workers call this together.
         src: The rank whose states they are.
     """
-    mine = [state.to(comm.device) for state in random_states(comm.device)]
-    states = [comm.broadcast(state, src, label=STATES).cpu() for state in mine]
+    mine = [state.to(comm.device) for state in (*random_states(comm.device), other_states())]
+    *states, others = [comm.broadcast(state, src, label=STATES).cpu() for state in mine]
     set_random_states(states, comm.device)
-    name, keys, *rest = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
-    others = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
-    numpy_state, (version, numbers, gauss) = comm.broadcast_object(others, src, label=STATES)
-    np.random.set_state(tuple(numpy_state))
-    random.setstate((version, tuple(numbers), gauss))
+    set_other_states(others)
 
 
 def whole_graph(

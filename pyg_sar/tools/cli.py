@@ -163,13 +163,17 @@ def _with_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
     """Returns the arguments, before them the options of the file that ``--config`` names."""
     if argv[:1] != ["train"]:
         return argv
-    first = argparse.ArgumentParser(prog="pyg-sar train", add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
-    path = first.parse_known_args(argv)[0].config
-    if path is None:
+    first = argparse.ArgumentParser(prog="pyg-sar train", add_help=False)
+    first.add_argument("--config", action="append", default=[])
+    paths = first.parse_known_args(argv)[0].config
+    if not paths:
         return argv
+    if len(paths) > 1:
+        raise ValueError(
+            f"--config is given {len(paths)} times ({', '.join(paths)}): give one file"
+        )
     commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return ["train", *options_of_file(commands.choices["train"], path), *argv[1:]]
+    return ["train", *options_of_file(commands.choices["train"], paths[0]), *argv[1:]]
 
 
 def _explain(error: Exception, debug: bool) -> int:
@@ -552,6 +556,7 @@ def _add_predict(commands: Any) -> None:
     )
     add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
     add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
+    add("--args", type=names_in, metavar="NAMES", help=f"{_OF_ARGS} (default: the training's)")
     add_workers(command)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from pyg_sar.files import TemporaryFolder, replace_file
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools.inference import call_default, infer
-from pyg_sar.tools.models import StockModel, imported_model
+from pyg_sar.tools.models import StockModel, call_with, check_names, imported_model
 from pyg_sar.tools.run import UsageError, call_of, use_features
 from pyg_sar.tools.tables import TABLES, arrow, names_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
@@ -145,6 +145,8 @@ class PredictConfig:
         model: Builds the model, ``'module:callable'`` or ``'FILE.py:callable'``; by default the
             checkpoint tells.
         weights: The best weights, or the last.
+        args: Attributes of the graph that the model takes, by keyword; by default those of the
+            training.
     """
 
     checkpoint: str
@@ -152,6 +154,7 @@ class PredictConfig:
     out: str
     model: str | None = None
     weights: Weights = "best"
+    args: Sequence[str] | None = None
 
 
 def predict_worker(config: PredictConfig) -> list[int]:
@@ -180,6 +183,10 @@ def predict_worker(config: PredictConfig) -> list[int]:
                 columns = _show_labels(data, _extra(found), stock, config)
                 _check_width(stock, data.x.size(1), columns, config)
                 forward = call_of(stock.name.lower(), data, columns)
+        args = config.args or (_extra(found).get("model") or {}).get("args")
+        if args:
+            check_names(args, data)
+            forward = call_with(args)
     except PygSarError:
         raise
     except (TypeError, ValueError) as error:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from pyg_sar.comm.devices import seed_generators
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.convert import distribute
@@ -250,7 +251,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     check_names(config.args or (), data)
     seed = config.train.seed
     if seed is not None:
-        torch.manual_seed(seed)
+        seed_generators(seed)
     flow = _message_flow(config, data)
     outputs = _outputs(config, data)
     columns = 0 if config.labels is None else outputs
@@ -482,9 +483,10 @@ def _callbacks(
             "policy": asdict(config.policy),
             "resumed_from": config.resume,
         }
-        callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
+        replaces = {"overwrite": config.overwrite, "again": config.auto_resume}
+        callbacks.append(Report(config.report, config=settings, **replaces))
     if config.checkpoint is not None:
-        extra: dict[str, Any] = {"model": asdict(config.model)}
+        extra: dict[str, Any] = {"model": _model_of(config)}
         if stock is not None:
             extra["pyg"] = asdict(stock)
         extra |= {"labels": config.labels, "split": config.train.split}
@@ -493,9 +495,15 @@ def _callbacks(
     return callbacks
 
 
+def _model_of(config: RunConfig) -> dict[str, Any]:
+    """Returns what a checkpoint says of the model, as values of JSON."""
+    return asdict(config.model) | {"args": None if config.args is None else list(config.args)}
+
+
 def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
     saved = inspect_checkpoint(path, trainer.comm).state.get("extra", {}).get("model")
-    now = asdict(config.model)
+    now = _model_of(config)
+    saved = None if saved is None else {"args": now["args"], **saved}  # Older files don't say.
     if saved is not None and saved != now and not config.allow_changes:
         changes = [
             f"{k}={saved.get(k)!r} is now {v!r}" for k, v in now.items() if saved.get(k) != v

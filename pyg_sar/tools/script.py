@@ -213,6 +213,7 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
         if comm.rank == 0:
             process.first_thread = threading.get_ident()
         code = _execute(config.script, space)
+        process.workers[comm.rank].end()
         together.check_states("its end")
         return max(comm.all_gather_object(code))
     except BaseException as error:

@@ -7,13 +7,15 @@ reads them back from there. Files that a worker has not written itself it reads 
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+from pyg_sar.errors import PygSarError
 from pyg_sar.files import TemporaryFolder
 
 REMOVED = ""
@@ -161,6 +163,24 @@ def called_by_package() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class NoInput(io.TextIOBase):
+    """Stands for standard input, of which workers have none, or torchrun's, a share each."""
+
+    def read(self, *_: Any) -> NoReturn:
+        """Raises ``PygSarError``, as all that reads."""
+        raise PygSarError(
+            "The script reads standard input (sys.stdin, input(), breakpoint()), which workers "
+            "haven't got under 'pyg-sar run': give arguments or a file"
+        )
+
+    readline = readlines = __next__ = read
+
+    @property
+    def buffer(self) -> NoReturn:
+        """Raises ``PygSarError``."""
+        self.read()
 
 
 class Output:

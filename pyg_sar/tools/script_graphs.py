@@ -48,7 +48,7 @@ from pyg_sar.tensors import (
     whole_matrix,
 )
 from pyg_sar.tensors.rows import Writes
-from pyg_sar.tools.script_together import Together, digest_of_states
+from pyg_sar.tools.script_together import Together
 
 METHOD = "balanced"
 """The partitioner."""
@@ -100,9 +100,9 @@ class Graphs:
             self.check_unchanged(dataset, name)
 
         def work() -> Any:
-            before = digest_of_states()
+            before = self.together.states()
             made = make()
-            return self._written(made, digest_of_states() == before, name)
+            return self._written(made, self.together.states() == before, name)
 
         owners = dict(self.owners)
         where = self.together.first(work)

@@ -7,6 +7,7 @@ for all.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import copy
 import inspect
@@ -35,7 +36,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors.sparse import unsorted_matrices
-from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
+from pyg_sar.tools.script_files import NoInput, Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
 from pyg_sar.tools.script_loaders import divided, in_place_here
 from pyg_sar.tools.script_models import Models
@@ -53,6 +54,13 @@ class Worker:
     models: Models
     files: PrivateFiles | None
     """``None`` at rank 0, whose files are the script's."""
+    at_end: list[partial[Any]] = field(default_factory=list)
+    """What the script has registered to be called at its end."""
+
+    def end(self) -> None:
+        """Calls it, the last first."""
+        while self.at_end:
+            self.at_end.pop()()
 
 
 @dataclass
@@ -99,11 +107,24 @@ class Process:
                 output = Output(getattr(sys, stream), self.is_first)
                 stack.callback(output.close)
                 put(sys, stream, lambda real, output=output: output)
+            put(sys, "stdin", lambda real: NoInput())
+            put(atexit, "register", self._at_end)
             if WITH_TORCH_SPARSE:
                 unsorted_matrices(put)
             for replace in (self._datasets, self._models, self._files, self._seeds, self._refused):
                 replace(put)
             yield
+
+    def _at_end(self, real: Function) -> Function:
+        def register(function: Function, *args: Any, **kwargs: Any) -> Function:
+            worker = self.workers.get(current().rank)
+            if worker is None or sys._getframe(1).f_globals.get("__name__") != "__main__":
+                real(function, *args, **kwargs)
+            else:  # At the process's end all ranks' output and files would be seen.
+                worker.at_end.append(partial(function, *args, **kwargs))
+            return function
+
+        return register
 
     # Datasets ----------------------------------------------------------------
 

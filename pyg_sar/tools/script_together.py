@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
-
+from pyg_sar.comm.devices import seed_generators
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PygSarError
-from pyg_sar.partition.global_view import STATES, share_random_states
+from pyg_sar.partition.global_view import STATES, random_digest, share_random_states
 
 
 class Together:
@@ -48,10 +45,10 @@ class Together:
         failure: Exception | None = None
         outcome: list[Any] = []
         if self.comm.rank == 0:
-            before = digest_of_states()
+            before = self.states()
             try:
                 with self._acting():
-                    outcome = ["result", work(), digest_of_states() != before]
+                    outcome = ["result", work(), self.states() != before]
             except Exception as error:  # Whatever it is, the others must not wait for more.
                 failure = error
                 outcome = ["error", type(error).__name__, str(error)]
@@ -81,9 +78,7 @@ class Together:
     def seed_all(self) -> None:
         """Gives all workers one seed, which rank 0 draws."""
         seed = self.comm.broadcast_object(random.SystemRandom().getrandbits(63))
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        seed_generators(seed)
         self._seeds = random.Random(seed)
 
     def new_seed(self) -> int:
@@ -93,6 +88,10 @@ class Together:
     def agreed(self, value: Any) -> Any:
         """Returns rank 0's value, such as a seed made from the time."""
         return self.comm.broadcast_object(value)
+
+    def states(self) -> str:
+        """Returns what tells the states of this worker's generators from others."""
+        return random_digest(self.comm.device).hex()
 
     def share_states(self) -> None:
         """Gives all workers the states of rank 0's generators: torch's, numpy's and Python's."""
@@ -110,7 +109,7 @@ class Together:
         Raises:
             PygSarError: They have not; names the ranks.
         """
-        everyone = self.comm.all_gather_object(digest_of_states(), label=STATES)
+        everyone = self.comm.all_gather_object(self.states(), label=STATES)
         other = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
         if other:
             raise PygSarError(
@@ -118,12 +117,3 @@ class Together:
                 "workers no longer run the same script. Seeds and decisions must not depend on "
                 "the time, the process or the rank"
             )
-
-
-def digest_of_states() -> str:
-    """Returns a digest of the states of torch's, numpy's and Python's generators."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
-    found.update(np.asarray(keys).tobytes())
-    found.update(repr((name, rest, random.getstate())).encode())
-    return found.hexdigest()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -103,7 +104,7 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
 
     Raises:
         ImportError: For YAML without PyYAML, which this package does not bring.
-        ValueError: When it is no such mapping, or names what is no option.
+        ValueError: When it is no such mapping, or names what is no option, or one twice.
     """
     names = {
         option.removeprefix("--").replace("-", "_"): action
@@ -111,7 +112,11 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
         for option in action.option_strings
         if option.startswith("--") and option not in ("--help", "--config")
     }
-    found = _read_options(path)
+    try:
+        found = _read_options(path)
+        _check_once(str(key).replace("-", "_") for key in found)
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
     unknown = [str(key) for key in found if str(key).replace("-", "_") not in names]
     if unknown:
         near = get_close_matches(unknown[0].replace("-", "_"), names, 1)
@@ -137,7 +142,7 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
 def _read_options(path: str) -> dict[Any, Any]:
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix == ".json":
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_once)
     elif Path(path).suffix in (".yaml", ".yml"):
         try:
             import yaml
@@ -146,14 +151,28 @@ def _read_options(path: str) -> dict[Any, Any]:
                 f"--config {path}: YAML is read by PyYAML (pip install pyyaml); or write JSON"
             ) from error
         try:
-            found = yaml.safe_load(text)
+            found, node = yaml.safe_load(text), yaml.compose(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
+            raise ValueError(" ".join(str(error).split())) from None
+        if isinstance(node, yaml.MappingNode):
+            _check_once(key.value for key, _ in node.value)
     else:
-        raise ValueError(f"--config {path}: expected a file .json, .yaml or .yml")
+        raise ValueError("expected a file .json, .yaml or .yml")
     if not isinstance(found, dict):
-        raise ValueError(f"--config {path}: expected options by name (got {type(found).__name__})")
+        raise ValueError(f"expected options by name (got {type(found).__name__})")
     return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_once(key for key, _ in pairs)
+    return dict(pairs)
+
+
+def _check_once(names: Iterable[str]) -> None:
+    """Raises where a name comes twice, of which parsers take the last alone."""
+    twice = [str(name) for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: given twice")
 
 
 def node_ids_of(text: str) -> dict[str, bool]:

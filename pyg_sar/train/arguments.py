@@ -188,8 +188,3 @@ def step(scheduler: LRScheduler, value: float | None) -> None:
         scheduler.step()
     elif value is not None:
         scheduler.step(value)
-
-
-def cycles_momentum(scheduler: LRScheduler) -> bool:
-    """Returns whether a scheduler writes momenta, besides learning rates."""
-    return bool(getattr(scheduler, "cycle_momentum", False))

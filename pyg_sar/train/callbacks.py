@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from pyg_sar.comm.processes import SignalNotice
-from pyg_sar.errors import StoppedError
+from pyg_sar.errors import CheckpointError, StoppedError
 from pyg_sar.files import spoken_bytes
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import EpochRecord, Scores, TrainResult
@@ -195,6 +195,8 @@ class CheckpointEvery(Callback):
         extra: Further values that JSON can hold, kept in the checkpoint.
 
     Raises:
+        CheckpointError: On every worker, when the training starts and the file's folder is missing
+            or can't be written, or when a checkpoint can't be.
         StoppedError: On every worker, after that checkpoint.
         ValueError: When ``every`` is less than 1.
     """
@@ -215,6 +217,15 @@ class CheckpointEvery(Callback):
         self.stop = stop
         self.extra = extra
         self._saved = -1
+
+    def on_start(self, trainer: Trainer) -> None:
+        folder = os.path.dirname(os.path.abspath(self.path))
+        missing = trainer.comm.writes and not os.access(folder, os.W_OK | os.X_OK)
+        if any(trainer.comm.from_everyone(missing)):
+            raise CheckpointError(
+                f"Cannot write the checkpoint {os.fspath(self.path)!r}: there is no folder "
+                f"{folder!r} where rank 0 may write; make it, or choose another one"
+            )
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         stopped = self._stopped(trainer)

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from pyg_sar.comm.devices import other_states, random_states, set_other_states
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import check_path, replace_file, save_tensors
@@ -247,13 +248,13 @@ def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: s
 
 
 def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
-    """Returns every worker's generator states, ``{device type: uint8 [R * world_size, bytes]}``.
+    """Returns every worker's generator states, ``{kind: [R * world_size, *]}``.
 
-    Those of R replicas, one after the other.
+    Those of R replicas, one after the other: PyTorch's, by the type of device, as bytes; NumPy's
+    and Python's are of the kind ``others``.
     """
-    states = {"cpu": torch.get_rng_state()}
-    if comm.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(comm.device)
+    states = dict(zip(("cpu", "cuda"), random_states(comm.device), strict=False))
+    states["others"] = other_states()
     found = {}
     for name, state in states.items():
         own = torch.stack(comm.all_gather(state.to(comm.device), label=_LABEL))
@@ -272,13 +273,17 @@ def _set_random_states(comm: Communicator, states: dict[str, Tensor], replicas: 
     torch.set_rng_state(mine["cpu"])
     if comm.device.type == "cuda" and "cuda" in mine:
         torch.cuda.set_rng_state(mine["cuda"], comm.device)
+    if "others" in mine:  # Older files haven't got them.
+        set_other_states(mine["others"])
 
 
 def _check_random_states(content: _Content, comm: Communicator) -> None:
     """Raises where another number of ranks, or replicas, had a random state each."""
     written_by, world_size = content.header["world_size"], comm.world_size
     replicas = content.header.get("replicas", 1)
-    states = [s.view(replicas, -1, s.size(1)) for s in content.group("random").values()]
+    # Not the others: processes that seed nothing differ in these, and most draw nothing by them.
+    found = {kind: s for kind, s in content.group("random").items() if kind != "others"}
+    states = [s.view(replicas, -1, s.size(1)) for s in found.values()]
     if replicas != comm.replicas and any(bool((s != s[:1]).any()) for s in states):
         raise CheckpointError(
             f"it was written by {counted(replicas, 'replicas')} with different random states, this "

@@ -43,8 +43,8 @@ class TrainConfig:
         patience: Stop after this many evaluations without a better validation value.
         restore_best: Whether ``Trainer.fit`` leaves the best weights in the model, not the last.
         split: The column of two-dimensional masks (``[num_nodes, num_splits]``).
-        seed: Seeds the random state (dropout) of all workers alike when training starts; ``None``
-            leaves it as it is.
+        seed: Seeds the random states (PyTorch's, NumPy's and Python's) of all workers alike when
+            training starts; ``None`` leaves them as they are.
 
     Raises:
         ValueError: for a setting out of range.

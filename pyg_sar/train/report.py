@@ -63,6 +63,8 @@ class Report(Callback):
         folder: Made where it does not exist.
         config: Further settings for ``config.json``, values that JSON can hold.
         overwrite: Replace the report of another run in this folder.
+        again: Replace the report of a run of the same settings that has not come to its end: it was
+            killed, and this one begins anew.
 
     Raises:
         ReportError: on every worker when training starts, where the folder holds a report and
@@ -75,8 +77,9 @@ class Report(Callback):
         *,
         config: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        again: bool = False,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder, self.again = Path(folder), again
         self.config = dict(config or {})
         self.overwrite = overwrite
         self._ledger: Ledger | None = None
@@ -148,7 +151,8 @@ class Report(Callback):
         path = self.folder / _METRICS
         lines: list[dict[str, Any]] = []
         if path.exists():
-            if trainer.epoch == 0 and not self.overwrite:
+            anew = self.overwrite or (self.again and self._is_unfinished(trainer))
+            if trainer.epoch == 0 and not anew:
                 raise ValueError(
                     "it holds the report of another run; choose another folder, or pass "
                     "overwrite=True (--overwrite)"
@@ -175,6 +179,15 @@ class Report(Callback):
             "versions": _versions(),
         }
         write_json(self.folder / _SETTINGS, settings | self.config)
+
+    def _is_unfinished(self, trainer: Trainer) -> bool:
+        """Returns whether the folder holds what a run of these settings has begun."""
+        own = json.loads(json.dumps({"train": asdict(trainer.config)} | self.config))
+        with suppress(OSError, ValueError):
+            found = json.loads(read_text(self.folder / _SETTINGS))
+            same = all(found.get(name) == value for name, value in own.items())
+            return same and not (self.folder / SUMMARY).exists()
+        return False
 
     def _gather_figures(self, comm: Communicator) -> dict[str, Any]:
         """Returns bytes of this epoch of every part, and the memory of every worker."""

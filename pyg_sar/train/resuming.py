@@ -7,7 +7,8 @@ order nor the worker that holds a node or an edge matters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import CheckpointError
-from pyg_sar.files import from_json
+from pyg_sar.files import from_json, to_json
 from pyg_sar.tensors import NodeTensor
-from pyg_sar.train.arguments import cycles_momentum
 from pyg_sar.train.checkpoint import Checkpoint
 from pyg_sar.train.evaluation import Graph
 from pyg_sar.train.targets import Targets
@@ -30,9 +30,47 @@ _FREE = frozenset({"epochs", "patience", "restore_best"})
 
 _OF_SCHEDULE = ("schedule", "warmup", "step_size", "gamma", "scheduler")
 
+#: Entries of an optimizer's groups that change no numbers, but for ``initial_lr``, which ``lr`` is.
+_NO_OPTIONS = frozenset(
+    {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+)
+
+
+def start_of(
+    optimizer: torch.optim.Optimizer, schedulers: Sequence[LRScheduler]
+) -> dict[str, list[Any]]:
+    """Returns what a training starts with: the options of each group, and of the schedulers."""
+    options = [
+        {key: to_json(value) for key, value in group.items() if key not in _NO_OPTIONS}
+        | {"lr": float(group.get("initial_lr", group["lr"]))}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "options": options,
+        "schedulers": [to_json(scheduler.state_dict()) for scheduler in schedulers],
+    }
+
+
+def _arguments(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of coded states of schedulers, with their names, but for rates."""
+    if isinstance(state, dict) and "dict" in state:
+        for key, value in state["dict"]:
+            if "lr" not in str(key):
+                yield from _arguments(value, str(key))
+    elif isinstance(state, list):
+        for value in state:
+            yield from _arguments(value, name)
+    else:
+        yield name, state
+
 
 def check_same_run(
-    name: str, saved: Checkpoint, now: Mapping[str, Any], *, allow_changes: bool
+    name: str,
+    saved: Checkpoint,
+    now: Mapping[str, Any],
+    start: Mapping[str, list[Any]],
+    *,
+    allow_changes: bool,
 ) -> None:
     """Compares the settings of a trainer with those that a checkpoint was saved with.
 
@@ -40,6 +78,7 @@ def check_same_run(
         name: The file.
         saved: Its content.
         now: The trainer's settings, as values of JSON.
+        start: What this run starts with (:func:`start_of`).
         allow_changes: Go on with others.
 
     Raises:
@@ -55,11 +94,25 @@ def check_same_run(
         for key, value in now.items()
         if key not in free and before.get(key) != value
     ]
+    if not changes and "start" in state:  # Not in older files.
+        changes = list(_other_start(state["start"], start))
     if changes and not allow_changes:
         raise CheckpointError(
             f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
             "pass allow_changes=True (--allow-changes)"
         )
+
+
+def _other_start(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) -> Iterator[str]:
+    pairs = zip(before["options"], now["options"], strict=False)  # As many, as is checked later.
+    for k, (old, new) in enumerate(pairs):
+        for key, value in new.items():
+            if key in old and old[key] != value:
+                yield f"optimizer.param_groups[{k}][{key!r}]={old[key]!r} is now {value!r}"
+    both = (_arguments(start["schedulers"]) for start in (before, now))
+    for old, new in zip_longest(*both, fillvalue=("", None)):
+        if old != new:
+            yield f"scheduler.{new[0] or old[0]}={old[1]!r} is now {new[1]!r}"
 
 
 def check_same_graph(
@@ -114,41 +167,54 @@ def resume_schedulers(
     schedulers: Sequence[LRScheduler],
     optimizer: torch.optim.Optimizer,
     options: Sequence[Mapping[str, Any]],
-    initial: Sequence[float],
+    start: Mapping[str, list[Any]],
     state: Mapping[str, Any],
     now: Mapping[str, Any],
 ) -> None:
     """Sets the options of the optimizer, and the schedulers, after the optimizer's state is loaded.
 
-    The options are those of this run. Where the schedule is the saved one it goes on, and the
-    learning rates are the saved ones, times what a first one has changed by; another schedule
-    begins.
+    Where the schedule is the saved one it goes on: an option that starts with the saved run's value
+    is what that had become, by the schedule or a callback, and others are this run's; learning
+    rates of a schedule are the saved ones, times what a first one has changed by. Another schedule
+    begins, with the options of this run.
 
     Args:
         schedulers: This run's.
         optimizer: With the options of the checkpoint.
         options: Of each group in this run.
-        initial: This run's first learning rate of each group.
+        start: What this run starts with (:func:`start_of`).
         state: The checkpoint's.
         now: This run's settings.
     """
     keys = [*_OF_SCHEDULE, *(["epochs"] if now["schedule"] == "cosine" else [])]
     before = state["config"]
     goes_on = all(before.get(key) == now[key] for key in keys)
-    cycles = any(cycles_momentum(scheduler) for scheduler in schedulers)
-    written = ("momentum", "betas") if cycles else ()
-    groups = zip(optimizer.param_groups, options, initial, state["initial_lrs"], strict=True)
+    if "start" in state:
+        old_start = state["start"]
+        goes_on &= [*_arguments(old_start["schedulers"])] == [*_arguments(start["schedulers"])]
+    else:  # An older file: schedules may have written momenta besides learning rates.
+        momenta = [
+            {key: first[key] for key in ("momentum", "betas") if key in first}
+            for first in start["options"]
+        ]
+        pairs = zip(momenta, state["initial_lrs"], strict=True)
+        old_start = {"options": [held | {"lr": lr} for held, lr in pairs]}
+    groups = zip(
+        optimizer.param_groups, options, start["options"], old_start["options"], strict=True
+    )
+    rescaled = False
     for group, option, first, old in groups:
         saved = dict(group)
         group.update(option)
-        if goes_on and schedulers:
-            group["lr"] = saved["lr"] if first == old else saved["lr"] * first / old
-            group |= {key: saved[key] for key in written if key in saved}
+        if goes_on:
+            group |= {key: saved[key] for key in old if old[key] == first.get(key)}
+            if schedulers and first["lr"] != old["lr"]:
+                group["lr"], rescaled = saved["lr"] * first["lr"] / old["lr"], True
     if goes_on:
         for scheduler, values in zip(schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(from_json(values))
-            if hasattr(scheduler, "base_lrs") and list(initial) != state["initial_lrs"]:
-                scheduler.base_lrs = list(initial)
+            if hasattr(scheduler, "base_lrs") and rescaled:
+                scheduler.base_lrs = [first["lr"] for first in start["options"]]
 
 
 # Digests of graphs ############################################################

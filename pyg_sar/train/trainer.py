@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
 
+from pyg_sar.comm.devices import seed_generators
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
@@ -55,6 +56,7 @@ from pyg_sar.train.resuming import (
     check_same_run,
     digest_of_all,
     resume_schedulers,
+    start_of,
 )
 from pyg_sar.train.targets import LabelSplit, not_finite
 from pyg_sar.train.wire_error import gradient_error, measure_every
@@ -231,8 +233,7 @@ class Trainer:
             self.schedulers = make_schedulers(*of_epochs)
         else:
             self.schedulers = [check_scheduler(scheduler, *of_epochs)]
-        groups = self.optimizer.param_groups
-        self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self._start = start_of(self.optimizer, self.schedulers)
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
         if self.rows.totals["val"] == 0 and (config.patience or plateau):
             raise ValueError(
@@ -269,7 +270,7 @@ class Trainer:
             if group is not None:
                 check_settings(shared, self.optimizer, group)
         if self.epoch == 0 and self.config.seed is not None:
-            torch.manual_seed(self.config.seed)
+            seed_generators(self.config.seed)
         if self.flow is not None:
             self._show(None if self.labels is None else self.labels.mask)
             check_flow(self.model, self.data, self.flow, forward=self.forward)
@@ -459,7 +460,7 @@ class Trainer:
             "graph": self._graph(),
             **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
-            "initial_lrs": self._initial_lrs,
+            "start": self._start,
             "schedulers": self._schedule_state(),
             "extra": extra,
         }
@@ -487,7 +488,7 @@ class Trainer:
         # The settings are compared first, by a pass that changes nothing.
         first = inspect_checkpoint(path, self.comm)
         state, name, now = first.state, os.fspath(path), self._settings()
-        check_same_run(name, first, now, allow_changes=allow_changes)
+        check_same_run(name, first, now, self._start, allow_changes=allow_changes)
         graph = self._graph()
         check_same_graph(name, first, graph, self.rows.counts, allow_changes=allow_changes)
         options = [
@@ -498,7 +499,7 @@ class Trainer:
         checkpoint = load_checkpoint(
             path, self.model, self.optimizer, restore_rng=drawn, comm=self.comm
         )
-        resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
+        resume_schedulers(self.schedulers, self.optimizer, options, self._start, state, now)
         for kept in _KEPT:
             setattr(self, kept, state[kept])
         self.best_state = {
