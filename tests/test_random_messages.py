@@ -23,6 +23,7 @@ from random_messages import (
     MIXING,
     NUMBERING,
     OWN,
+    PLACES,
     SIZES,
     WIDTH,
     Program,
@@ -173,6 +174,7 @@ def programs(kind: str, expressions: Sequence[str], aggr: Any = "sum") -> list[P
 REFUSED = [
     *programs("mixing", MIXING),
     *programs("numbering", NUMBERING),
+    *programs("places", PLACES),
     *[Program("local state", (line, "return x_j"), "", "sum") for line in LOCAL_STATE],
 ]
 
