@@ -301,6 +301,7 @@ class RowTrace(TorchDispatchMode):
             given[a.name]
             for a in schema.arguments
             if a.alias_info is not None and a.alias_info.is_write
+            if torch.Tag.inplace_view not in func.tags
         ]
         results = [t for t in tree_leaves((out, written)) if isinstance(t, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
