@@ -194,10 +194,12 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     """With messages, too, that depend on other edges: what runs is what one process says."""
     policies = [SARPolicy(mode=3), *POLICIES[::2]]
     mixing = [Program(p.kind, p.lines, OWN["joint"], "sum") for p in programs("mixing", MIXING)]
+    pair = "scatter({0}[0], index, 0, dim_size, 'sum') / dim_size"
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
+    jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
     wrong, outcomes = judge(tmp_path, 3, graph(), [*jobs, *((p, policies) for p in mixing)])
     assert not wrong, wrong
-    assert not any(outcomes[0]), outcomes[0]
+    assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
 
 

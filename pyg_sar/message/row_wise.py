@@ -209,11 +209,22 @@ class RowCheck:
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
             reason, more = self._aggregate(rows)
             updates |= set(more)
+        elif self.own_aggregate and rows is None and not reason:
+            reason = (
+                f"its aggregate() takes a {type(second.out).__name__} of messages, which is not "
+                "tried: let message() return one tensor with a row per edge"
+            )
         keeps = tuple(sorted(changes.rows))
         return RowWise(reason, tuple(sorted(updates)), keeps, numbers is not None, rows)
 
     def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
         """Tries the layer's own aggregation."""
+        for name in ("edge_index", "edge_index_j"):
+            if name in self.layer.inspector.get_param_names("aggregate"):
+                return (
+                    f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
+                    "numbering: let it take 'index', and what message() returns"
+                ), ()
         sizes = Sizes(EDGES, TARGETS, TARGETS)
         source, index = self._ends(sizes)
         values = self._values(Labels(), sizes, source, index)
@@ -366,7 +377,8 @@ class RowCheck:
             (first.nodes, second.nodes, NODE, 1, small.targets),
         ):
             for one, other in zip(_tensors(ours), _tensors(theirs), strict=True):
-                axes = (self._axis, 0) if self._kind(second.trace, other, base) else ()
+                axes = (0, self._axis % max(one.dim(), 1)) if one.dim() else ()
+                axes = axes if self._kind(second.trace, other, base) else ()
                 found = [other.narrow(k, begin, count) for k in axes if one.shape[k] == count]
                 if not any(alike(one, same) for same in found or [other]):
                     return False

@@ -608,6 +608,12 @@ class GlobalPropagation(DistMessagePassing):
             if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
+        if not isinstance(out, Tensor):
+            error = DistributedIndexError(
+                f"{type(self).__name__} aggregates to a {type(out).__name__} (rank "
+                f"{call.comm.rank}), of which it is not known which rows they have"
+            )
+            return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
             out = call.results(out, (), {})
         else:
