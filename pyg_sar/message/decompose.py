@@ -237,6 +237,10 @@ class _Parts:
         return finish
 
     def _several(self, module: Any) -> Finish | None:
+        fused = getattr(module, "fused_aggr", None)  # It takes one 'semi_grad' for all.
+        semis = map(_semi, module.aggrs)
+        if fused is not None and any(semi not in (None, fused.semi_grad) for semi in semis):
+            return None
         parts = [self.add(part) for part in module.aggrs]
         if any(part is None for part in parts):
             return None
@@ -272,6 +276,12 @@ class _Given(torch.nn.Module):
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
+
+
+def _semi(module: Any) -> bool | None:
+    """Returns ``semi_grad`` of a variance or a deviation."""
+    found: bool | None = getattr(getattr(module, "var_aggr", module), "semi_grad", None)
+    return found if isinstance(module, aggr.VarAggregation | aggr.StdAggregation) else None
 
 
 def _taken(place: int) -> Finish:
