@@ -171,10 +171,12 @@ def programs(kind: str, expressions: Sequence[str], aggr: Any = "sum") -> list[P
     return [Program(kind, (f"return {e.format('x_j')}",), "", aggr) for e in expressions]
 
 
+HOOK = "y.requires_grad and y.register_hook(lambda g: g / g.norm())"
 REFUSED = [
     *programs("mixing", MIXING),
     *programs("numbering", NUMBERING),
     *programs("places", PLACES),
+    Program("places", ("y = x_j * 2", HOOK, "return y"), "", "sum"),
     *[Program("local state", (line, "return x_j"), "", "sum") for line in LOCAL_STATE],
 ]
 

@@ -23,7 +23,7 @@ from pyg_sar.message.layer_facts import hooks_of
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
-from pyg_sar.message.row_modules import update_asks_for_edges
+from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
 from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -62,6 +62,10 @@ _REMEDIES = {
     "places": (
         "treats edges by their places in the list, which are others on each worker: pass what "
         "tells them apart to propagate(), with a row per edge"
+    ),
+    "gradients": (
+        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
+        "of which a worker has some only: let an edge's gradient depend on that edge alone"
     ),
     "branches": (
         "takes another way for another number of edges, of which each worker has its own: let it "
@@ -202,6 +206,8 @@ class RowCheck:
                 pair = self._run(small, None, calm=True), self._run(large, numbers, calm=True)
             if not self._same(*pair):
                 reason = f"its message {_REMEDIES['places']}"
+            elif not self._same_gradients(*pair):
+                reason = f"its message {_REMEDIES['gradients']}"
         rows = second.out if isinstance(second.out, Tensor) else None
         if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
             rows = rows.detach().movedim(self._axis, 0)[:0].clone()
@@ -383,6 +389,38 @@ class RowCheck:
                 if not any(alike(one, same) for same in found or [other]):
                     return False
         return True
+
+    def _same_gradients(self, first: _Run, second: _Run) -> bool:
+        """Says the same of the gradients of their operands' rows."""
+        start, count = second.trace.sizes.before, first.trace.sizes.edges
+        pairs = zip(self._gradients(first), self._gradients(second), strict=False)
+        return all(
+            one is None or other is None or alike(one, other[start : start + count])
+            for one, other in pairs
+        )
+
+    def _gradients(self, run: _Run) -> Sequence[Tensor | None]:
+        """Returns gradients of the operands' rows for these edges, of messages of one's own."""
+        if not (has_own(self.layer, "message") or holds_foreign_module(self.layer)):
+            return []
+        outs = [t for t in _tensors(run.out) if t.requires_grad and t.dim()]
+        places = torch.arange(run.trace.sizes.edges, dtype=torch.float64) - run.trace.sizes.before
+        given = []
+        for out in outs:
+            axis = self._axis if -out.dim() <= self._axis and out.dim() > 1 else 0
+            if out.size(axis) != places.numel():
+                return []
+            shape = [-1 if k == axis % out.dim() else 1 for k in range(out.dim())]
+            given.append(places.cos().to(out).view(shape).expand(out.shape))
+        operands = zip(self.program.operands, run.seen.values, strict=True)
+        rows = [v for o, v in operands if o.role != "whole" and v.requires_grad]
+        state = Snapshot(self.layer)  # Hooks may change it.
+        try:
+            return torch.autograd.grad(outs, rows, given, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # The backward pass says so, too.
+            return []
+        finally:
+            state.restore()
 
     def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
         """Returns ``'rows'``: each of one edge (or node) alone; ``''``: of none; or ``'mixed'``."""
