@@ -84,6 +84,11 @@ NUMBERING = (
     "{0} * (index == 0).view(-1, 1)", "{0} * index.max()", "{0} + index.unique().numel()",
     "{0} * torch.cat([index[:1] * 0, index.diff()]).view(-1, 1)", "{0} * edge_index_j.max()",
 )  # fmt: skip
+PLACES = (
+    "torch.cat([{0}[:5] * 2, {0}[5:]])", "{0}.index_fill(0, torch.tensor([0, 3]), 0.0)",
+    "{0} * torch.tensor([k % 2 for k in range({0}.size(0))]).view(-1, 1)", "{0}.tril(-2)",
+    "torch.cat([torch.dropout({0}, 0.5, True)[:5], {0}[5:]])", "{0}[-1:].zero_() + {0}",
+)  # fmt: skip
 SIZES = (
     "{0} / size_j", "{0} * size_i", "{0} / dim_size", "{0} * (size[0] - 1)",
     "{0} + 1 / size_j", "{0} * float(size_i)", "{0} * torch.tensor(1.0 * dim_size)",

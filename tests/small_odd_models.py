@@ -34,6 +34,7 @@ from torch_geometric.utils import (
     k_hop_subgraph,
     mask_feature,
     remove_self_loops,
+    scatter,
     shuffle_node,
     spmm,
     to_dense_batch,
@@ -401,7 +402,28 @@ def complex_parameter(x, data, weights):
 
 @between(mlp)
 def mapped_over_rows(x, data, net):
-    return torch.vmap(lambda row: row * row.softmax(-1))(x) + net(x)
+    x = torch.vmap(lambda row: row * net(row).softmax(-1))(x)
+    return x.unsqueeze_(1).mul_(2).squeeze_(1)
+
+
+class Pairs(gnn.MessagePassing):
+    """A message of two tensors, aggregated to two by a function that asks for the edges."""
+
+    def forward(self, x, edge_index):
+        total, largest = self.propagate(edge_index, x=x)
+        return total + largest - largest.mean(0)
+
+    def message(self, x_i, x_j):
+        return x_j, x_i * x_j
+
+    def aggregate(self, inputs, index, edge_index, dim_size):
+        total = scatter(inputs[0], index, 0, dim_size, "sum") / dim_size
+        return total, scatter(inputs[1], edge_index[0], 0, dim_size, "max")
+
+
+@between(Pairs)
+def layer_of_pairs(x, data, layer):
+    return layer(x, data.edge_index)
 
 
 class Messages(gnn.MessagePassing):

@@ -737,11 +737,13 @@ def domains_confused(z, data, head):
 
 @model
 def checkpointed(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
+    net = Encoder(CLASSES)
+    net.norm = nn.BatchNorm1d(WIDTH)
+    net = ready(net.to(DOUBLE))
 
     def loss():
         h = torch.utils.checkpoint.checkpoint(
-            lambda x: F.dropout(net.first(x, data.edge_index), 0.3).relu(),
+            lambda x: net.norm(F.dropout(net.first(x, data.edge_index), 0.3).relu()),
             data.x,
             use_reentrant=False,
         )

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -349,7 +350,7 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
     class Switched(MessagePassing):
         def __init__(self) -> None:
             super().__init__(aggr="sum")
-            self.nonlinear = False
+            self.nonlinear, self.options = False, SimpleNamespace(scale=1.0)
             self.register_buffer("fixed", torch.linspace(-1, 1, EDGE_DIM * CHANNELS).view(4, -1))
 
         def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
@@ -357,7 +358,7 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
 
         def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
             gate = (edge_attr @ self.fixed).cos()
-            return gate * (x_j.sin() if self.nonlinear else x_j)
+            return gate * (x_j.sin() if self.nonlinear else x_j) * self.options.scale
 
     plain = Switched().double()
 
@@ -370,6 +371,11 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
             x = data.x.clone().requires_grad_()
             layer(x, data.edge_index, data.edge_attr).square().sum().backward()
             gradients.append(x.grad.full_tensor())
+        # The field of an object is not kept for the backward pass.
+        loss = layer(x, data.edge_index, data.edge_attr).square().sum()
+        layer.options.scale = 2.0
+        with pytest.raises(DistributedIndexError, match="came out differently .* neither an arg"):
+            loss.backward()
         return gradients
 
     found = workers(worker, WORLD)

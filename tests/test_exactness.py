@@ -261,6 +261,7 @@ WIDER: Layers = {
         (),
     ),
     "semi std": (sage("std", semi_grad=True), (), ()),
+    "semi std, fused": (sage(["mean", gnn.aggr.StdAggregation(semi_grad=True)]), (), ()),
     "static graph": (StaticGraph, (), ()),
     "sets an attribute": (Remembering, (), ()),
     "rgat": (lambda: gnn.RGATConv(CHANNELS, OUT, 3, heads=2), (), ("edge_type",)),

@@ -23,6 +23,7 @@ from random_messages import (
     MIXING,
     NUMBERING,
     OWN,
+    PLACES,
     SIZES,
     WIDTH,
     Program,
@@ -170,9 +171,12 @@ def programs(kind: str, expressions: Sequence[str], aggr: Any = "sum") -> list[P
     return [Program(kind, (f"return {e.format('x_j')}",), "", aggr) for e in expressions]
 
 
+HOOK = "y.requires_grad and y.register_hook(lambda g: g / g.norm())"
 REFUSED = [
     *programs("mixing", MIXING),
     *programs("numbering", NUMBERING),
+    *programs("places", PLACES),
+    Program("places", ("y = x_j * 2", HOOK, "return y"), "", "sum"),
     *[Program("local state", (line, "return x_j"), "", "sum") for line in LOCAL_STATE],
 ]
 
@@ -192,10 +196,12 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     """With messages, too, that depend on other edges: what runs is what one process says."""
     policies = [SARPolicy(mode=3), *POLICIES[::2]]
     mixing = [Program(p.kind, p.lines, OWN["joint"], "sum") for p in programs("mixing", MIXING)]
+    pair = "scatter({0}[0], index, 0, dim_size, 'sum') / dim_size"
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
+    jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
     wrong, outcomes = judge(tmp_path, 3, graph(), [*jobs, *((p, policies) for p in mixing)])
     assert not wrong, wrong
-    assert not any(outcomes[0]), outcomes[0]
+    assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
 
 

@@ -34,7 +34,7 @@ ALWAYS = (
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
     *("gradient_penalty", "meta_learning_by_functional_call"),
-    "norms_over_nodes_as_a_sequence",
+    *("norms_over_nodes_as_a_sequence", "layer_of_pairs"),
 )
 """Models that always run, on 2 workers."""
 

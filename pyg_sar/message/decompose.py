@@ -237,6 +237,10 @@ class _Parts:
         return finish
 
     def _several(self, module: Any) -> Finish | None:
+        fused = getattr(module, "fused_aggr", None)  # It takes one 'semi_grad' for all.
+        semis = map(_semi, module.aggrs)
+        if fused is not None and any(semi not in (None, fused.semi_grad) for semi in semis):
+            return None
         parts = [self.add(part) for part in module.aggrs]
         if any(part is None for part in parts):
             return None
@@ -272,6 +276,12 @@ class _Given(torch.nn.Module):
 
     def forward(self, x: Tensor, *_: Any) -> Tensor:
         return x
+
+
+def _semi(module: Any) -> bool | None:
+    """Returns ``semi_grad`` of a variance or a deviation."""
+    found: bool | None = getattr(getattr(module, "var_aggr", module), "semi_grad", None)
+    return found if isinstance(module, aggr.VarAggregation | aggr.StdAggregation) else None
 
 
 def _taken(place: int) -> Finish:
@@ -332,13 +342,13 @@ class AggregateCheck:
             return "", ()
         every = torch.arange(EDGES, device=self.index.device)
         whole, changed = self._run(every)
-        if whole is None or not self._alike(whole, self._run(every)[0]):
+        if whole is None or not alike(whole, self._run(every)[0]):
             return "", ()  # random also in evaluation: nothing can be told
         changes = Changes()
         for target in range(TARGETS):
             alone, others = self._run(every[self.index == target])
             changes.judge({n: now for n, _, now in others}, iter(changed), lambda t: "")
-            if alone is None or not self._alike(alone, whole[target : target + 1]):
+            if alone is None or not alike(alone, whole[target : target + 1]):
                 return (
                     "its aggregate() mixes messages to different targets, of which a worker has "
                     "some only, or computes with the number of targets: do that on node features, "
@@ -352,7 +362,7 @@ class AggregateCheck:
         if not knows_order:
             back = every.flip(0)
             again = self._run(back[self.index[back].argsort(stable=True)])[0]
-            if not self._alike(again, whole):
+            if not alike(again, whole):
                 return (
                     "its aggregate() depends on the order of a node's edges, which is not known "
                     "after reversing or permuting them"
@@ -389,9 +399,14 @@ class AggregateCheck:
         out = out.movedim(axis, 0)
         return (out if out.size(0) == count else None), changes
 
-    def _alike(self, found: Tensor | None, expected: Tensor | None) -> bool:
-        if found is None or expected is None or found.shape != expected.shape:
-            return False
-        tolerance = _TOLERANCE.get(found.element_size(), 6e-2)
-        scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
-        return torch.allclose(found, expected, tolerance, tolerance * scale, equal_nan=True)
+
+def alike(found: Tensor | None, expected: Tensor | None) -> bool:
+    """Says if numbers are the same but for rounding."""
+    if found is None or expected is None or found.shape != expected.shape:
+        return False
+    found, expected = found.detach(), expected.detach()
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+    tolerance = _TOLERANCE.get(found.element_size(), 6e-2)
+    scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, tolerance, tolerance * scale, equal_nan=True)

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, is_known
+from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, alike, is_known
 from pyg_sar.message.dependence import Observation, without_statistics
 from pyg_sar.message.layer_facts import hooks_of
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
-from pyg_sar.message.row_modules import update_asks_for_edges
+from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
 from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -32,6 +32,7 @@ from pyg_sar.space.shard import Tile
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
 _MANY = 1009  # targets of a run that shows lengths: no layer has as many columns
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
+_BEFORE = 11  # edges of a second run before those of the first: what few periods divide
 _REMEDIES = {
     "edges": (
         "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
@@ -57,6 +58,14 @@ _REMEDIES = {
     "python": (
         "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
         "use operators on tensors instead, such as torch.where()"
+    ),
+    "places": (
+        "treats edges by their places in the list, which are others on each worker: pass what "
+        "tells them apart to propagate(), with a row per edge"
+    ),
+    "gradients": (
+        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
+        "of which a worker has some only: let an edge's gradient depend on that edge alone"
     ),
     "branches": (
         "takes another way for another number of edges, of which each worker has its own: let it "
@@ -164,9 +173,10 @@ class RowCheck:
 
     def _found(self) -> RowWise:
         small = Sizes(34, 10, 13 if self.bipartite else 10)
-        large = Sizes(46, 11, 17 if self.bipartite else 11)
         if self.asks_sizes:
             small = Sizes(34, _MANY, _MANY + 4 if self.bipartite else _MANY)
+        sources = small.sources + (4 if self.bipartite else 2)
+        large = Sizes(46, small.targets + 2, sources, small, _BEFORE)
         first = self._run(small, None)
         numbers: Mapping[str, Any] | None = None
         if self.asks_sizes and not _are_lengths(small, first.trace.steps):
@@ -190,6 +200,14 @@ class RowCheck:
             reason = f"its message {_reason(trace)}"
         elif any(self._kind(trace, t, NODE) == "mixed" for t in _tensors(second.nodes)):
             reason = f"its update() {_reason(trace)}"
+        else:
+            pair = first, second
+            if trace.draws:
+                pair = self._run(small, None, calm=True), self._run(large, numbers, calm=True)
+            if not self._same(*pair):
+                reason = f"its message {_REMEDIES['places']}"
+            elif not self._same_gradients(*pair):
+                reason = f"its message {_REMEDIES['gradients']}"
         rows = second.out if isinstance(second.out, Tensor) else None
         if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
             rows = rows.detach().movedim(self._axis, 0)[:0].clone()
@@ -197,11 +215,22 @@ class RowCheck:
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
             reason, more = self._aggregate(rows)
             updates |= set(more)
+        elif self.own_aggregate and rows is None and not reason:
+            reason = (
+                f"its aggregate() takes a {type(second.out).__name__} of messages, which is not "
+                "tried: let message() return one tensor with a row per edge"
+            )
         keeps = tuple(sorted(changes.rows))
         return RowWise(reason, tuple(sorted(updates)), keeps, numbers is not None, rows)
 
     def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
         """Tries the layer's own aggregation."""
+        for name in ("edge_index", "edge_index_j"):
+            if name in self.layer.inspector.get_param_names("aggregate"):
+                return (
+                    f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
+                    "numbering: let it take 'index', and what message() returns"
+                ), ()
         sizes = Sizes(EDGES, TARGETS, TARGETS)
         source, index = self._ends(sizes)
         values = self._values(Labels(), sizes, source, index)
@@ -236,6 +265,7 @@ class RowCheck:
         sizes: Sizes,
         numbers: Mapping[str, Any] | None,
         other: tuple[Sizes, list[Step]] | None = None,
+        calm: bool = False,
     ) -> _Run:
         labels = Labels()
         with torch.no_grad():
@@ -246,7 +276,7 @@ class RowCheck:
             tile = Tile(0, slice(0, sizes.edges), targets, index, source, slice(0, sizes.edges))
             seen = Observation(self.program, tile, values)
             at_targets = make_target_index(index, index, sizes.targets, sizes.targets, seen.log)
-        trace = RowTrace(labels, sizes, other)
+        trace = RowTrace(labels, sizes, other, calm)
         state = Snapshot(self.layer)
         given = {**own, **(numbers or {}), "index": at_targets, "edge_index_i": at_targets}
         try:
@@ -279,13 +309,20 @@ class RowCheck:
 
     def _ends(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Sources and targets of made-up edges; every node is an end of one."""
-        edges = torch.arange(sizes.edges, device=self.edge_index.device)
-        return edges * 3 % sizes.sources, edges * sizes.targets // sizes.edges
+        edges = torch.arange(sizes.edges, device=self.edge_index.device) - sizes.before
+        if sizes.first is None:
+            return edges * 3 % sizes.sources, edges * sizes.targets // sizes.edges
+        first = sizes.first
+        new = (edges < 0) | (edges >= first.edges)
+        source = torch.where(new, (edges + 1) % sizes.sources, edges * 3 % first.sources + 1)
+        index = (edges * first.targets // first.edges).clamp(-1, first.targets) + 1
+        return source, index
 
     def _values(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> list[Any]:
         """Returns the operands' rows for these edges, with labels."""
         device = self.edge_index.device
-        edges = torch.arange(sizes.edges, device=device) % _OTHER_EDGES
+        edges = (torch.arange(sizes.edges, device=device) - sizes.before) % _OTHER_EDGES
+        one_more = int(sizes.first is not None)  # node before those of the first run
         of_edge = EDGE + torch.arange(sizes.edges, dtype=torch.int32)
         values: list[Any] = []
         for number, operand in enumerate(self.program.operands):
@@ -308,7 +345,8 @@ class RowCheck:
                 one = int(tensor.is_floating_point())  # zero is a number of some type, say
                 tensor = tensor.new_full((1, *tensor.shape[1:]), one)
             if operand.role in ("source", "target") or space is not None:
-                rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
+                # The same rows in both runs: masks find the same.
+                rows = (rows - one_more) % _OTHER_NODES
             value = tensor.index_select(0, rows % tensor.size(0))
             labels.put(value, label.view(-1, *[1] * (value.dim() - 1)))
             values.append(value)
@@ -336,6 +374,53 @@ class RowCheck:
             "size_j": sizes.sources,
             "size": list(size if ends[0] is source else size[::-1]),
         }
+
+    def _same(self, first: _Run, second: _Run) -> bool:
+        """Says if edges, and nodes, of the first run have the same values in the second."""
+        start, small = second.trace.sizes.before, first.trace.sizes
+        for ours, theirs, base, begin, count in (
+            (first.out, second.out, EDGE, start, small.edges),
+            (first.nodes, second.nodes, NODE, 1, small.targets),
+        ):
+            for one, other in zip(_tensors(ours), _tensors(theirs), strict=True):
+                axes = (0, self._axis % max(one.dim(), 1)) if one.dim() else ()
+                axes = axes if self._kind(second.trace, other, base) else ()
+                found = [other.narrow(k, begin, count) for k in axes if one.shape[k] == count]
+                if not any(alike(one, same) for same in found or [other]):
+                    return False
+        return True
+
+    def _same_gradients(self, first: _Run, second: _Run) -> bool:
+        """Says the same of the gradients of their operands' rows."""
+        start, count = second.trace.sizes.before, first.trace.sizes.edges
+        pairs = zip(self._gradients(first), self._gradients(second), strict=False)
+        return all(
+            one is None or other is None or alike(one, other[start : start + count])
+            for one, other in pairs
+        )
+
+    def _gradients(self, run: _Run) -> Sequence[Tensor | None]:
+        """Returns gradients of the operands' rows for these edges, of messages of one's own."""
+        if not (has_own(self.layer, "message") or holds_foreign_module(self.layer)):
+            return []
+        outs = [t for t in _tensors(run.out) if t.requires_grad and t.dim()]
+        places = torch.arange(run.trace.sizes.edges, dtype=torch.float64) - run.trace.sizes.before
+        given = []
+        for out in outs:
+            axis = self._axis if -out.dim() <= self._axis and out.dim() > 1 else 0
+            if out.size(axis) != places.numel():
+                return []
+            shape = [-1 if k == axis % out.dim() else 1 for k in range(out.dim())]
+            given.append(places.cos().to(out).view(shape).expand(out.shape))
+        operands = zip(self.program.operands, run.seen.values, strict=True)
+        rows = [v for o, v in operands if o.role != "whole" and v.requires_grad]
+        state = Snapshot(self.layer)  # Hooks may change it.
+        try:
+            return torch.autograd.grad(outs, rows, given, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # The backward pass says so, too.
+            return []
+        finally:
+            state.restore()
 
     def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
         """Returns ``'rows'``: each of one edge (or node) alone; ``''``: of none; or ``'mixed'``."""

@@ -269,14 +269,18 @@ class _Call:
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
         if several and not learns:
             layer.shared_parameters.compare(layer, self.comm)
+        computed = list(_computed(layer)) if learns else []
         for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
                 swapped[id(module.weight)] = to_local(module.weight, rows, 0)
-        computed = list(_computed(layer)) if learns else []
+            for name, value in module._parameters.items():  # By torch.func.functional_call.
+                if isinstance(value, NodeTensor) and not isinstance(value, torch.nn.Parameter):
+                    computed.append((module._parameters, name, value))
         if computed:
-            shared = Shared.apply(self.comm, *(value for _, _, value in computed))
-            swapped |= {id(p[2]): one for p, one in zip(computed, shared, strict=True)}
+            values = [v.full_tensor() if isinstance(v, NodeTensor) else v for _, _, v in computed]
+            values = Shared.apply(self.comm, *values) if learns else values
+            swapped |= {id(p[2]): one for p, one in zip(computed, values, strict=True)}
         places = computed + [
             (module._parameters, name, parameter)
             for module in layer.modules()
@@ -603,6 +607,12 @@ class GlobalPropagation(DistMessagePassing):
         except DistributedIndexError as error:
             if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
                 raise
+            return self._on_whole_graph(edge_index, kwargs, error)
+        if not isinstance(out, Tensor):
+            error = DistributedIndexError(
+                f"{type(self).__name__} aggregates to a {type(out).__name__} (rank "
+                f"{call.comm.rank}), of which it is not known which rows they have"
+            )
             return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
             out = call.results(out, (), {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -320,7 +321,9 @@ def _over_all_rows(
         )
     last = input.movedim(1, -1)
     rows = last.reshape(-1, norm.num_features)
-    out, found = normalise(rows, norm.weight, norm.bias, norm.eps, across)
+    tracks = norm.training and norm.track_running_stats
+    track = partial(_track, norm) if tracks else None
+    out, found = normalise(rows, norm.weight, norm.bias, norm.eps, across, track)
     total = int(found.count)
     if total <= 1 and allow_single_element:
         return _by_running(norm, input)
@@ -329,8 +332,6 @@ def _over_all_rows(
             f"Expected more than 1 value per channel when training (got {counted(total, 'rows')} "
             f"on all {counted(current().world_size, 'workers')})"
         )
-    if norm.training and norm.track_running_stats:
-        _track(norm, found.mean[0], found.variance[0] * (total / (total - 1)))
     return out.view(last.shape).movedim(-1, 1)
 
 
@@ -341,13 +342,17 @@ def _by_running(norm: Any, input: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _track(norm: Any, mean: Tensor, unbiased: Tensor) -> None:
+def _track(norm: Any, found: Moments) -> None:
+    total = int(found.count)
+    if total <= 1:
+        return
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     factor = norm.momentum
     if factor is None:
         factor = 1.0 / float(norm.num_batches_tracked or 1)
-    for running, now in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+    unbiased = found.variance[0] * (total / (total - 1))
+    for running, now in ((norm.running_mean, found.mean[0]), (norm.running_var, unbiased)):
         if running is not None:
             running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
 

@@ -25,7 +25,7 @@ row has moments of its own group, all is float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -358,6 +358,7 @@ def normalise(
     bias: Tensor | None,
     eps: float,
     across: Communicator | None = None,
+    track: Callable[[Moments], None] | None = None,
 ) -> tuple[Tensor, Moments]:
     r"""Batch normalisation over the rows of all workers.
 
@@ -379,11 +380,13 @@ def normalise(
         eps: What is added to the variance.
         across: The workers of this rank in all replicas, where statistics are over these, too: one
             collective more in both passes.
+        track: Gets the moments before anything is saved for the backward pass: a checkpoint that
+            computes again stops at the last that is.
 
     Returns:
         y, of the dtype of ``x``, and the moments, without a gradient.
     """
-    out, *found = _Normalise.apply(x, weight, bias, eps, current(), across)
+    out, *found = _Normalise.apply(x, weight, bias, eps, current(), across, track)
     return out, Moments(*found)
 
 
@@ -399,8 +402,11 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         comm: Communicator,
         across: Communicator | None,
+        track: Callable[[Moments], None] | None,
     ) -> tuple[Tensor, ...]:
         count, mean, variance = _merged(x.detach(), None, 1, 2, comm, across)
+        if track is not None:
+            track(Moments(count, mean, variance))
         inverse = (variance + eps).rsqrt()
         scale = inverse if weight is None else inverse * weight
         out = _standardised(x, mean, scale, bias, None, x.dtype)
@@ -425,7 +431,7 @@ class _Normalise(torch.autograd.Function):
         of_weight = None if weight is None else (scaled * inverse).view_as(weight).to(weight.dtype)
         of_bias = None if bias is None else total.view_as(bias).to(bias.dtype)
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None, None
+            return None, of_weight, of_bias, None, None, None, None
         sums = _sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
         if ctx.across is not None:
             sums = _sum_over_workers(sums, ctx.across, _LABEL_BACK)
@@ -435,12 +441,12 @@ class _Normalise(torch.autograd.Function):
         kernels = _kernels(x, None)
         if kernels is not None:
             result = kernels.scale_rows(x, mean, by_row[1] * scale, average, gradient, scale)
-            return result, of_weight, of_bias, None, None, None
+            return result, of_weight, of_bias, None, None, None, None
         shift, slope, average, scale = (_of_rows(values, x.dtype, None) for values in by_row)
         result = torch.empty_like(x)
         for part in _blocks(x):
             result[part] = ((x[part] - shift) * slope + (gradient[part] - average)) * scale
-        return result, of_weight, of_bias, None, None, None
+        return result, of_weight, of_bias, None, None, None, None
 
 
 def _standardised(

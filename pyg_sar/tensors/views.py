@@ -8,8 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from pyg_sar.tensors.node_tensor import (
+    RULES,
     NodeTensor,
     by_gathering,
     method,
@@ -141,6 +143,18 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     for dim in sorted(dims, reverse=True):
         local = local.squeeze(dim)
     return wrap(local, source.rows, source.axis - sum(d < source.axis for d in dims))
+
+
+@rule("squeeze_", "unsqueeze_", "t_", "transpose_")
+def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    source, name = args[0], func._schema.name.rpartition("::")[2][:-1]
+    out = RULES[name](getattr(getattr(torch.ops.aten, name), func._overloadname), args, kwargs)
+    if not isinstance(out, NodeTensor):
+        raise refusal(func, "of the rows' axis is not supported", source)
+    source._local, source.axis = out.local, out.axis
+    with no_dispatch():  # The shape that torch sees.
+        func(*args, **kwargs)
+    return source
 
 
 @rule("select")

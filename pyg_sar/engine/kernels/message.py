@@ -33,7 +33,7 @@ from pyg_sar.engine.schedule import Schedule
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.rows import UnitRows, Use, add_rows
 from pyg_sar.exchange.wire import wire_of
-from pyg_sar.message.decompose import Decomposition
+from pyg_sar.message.decompose import Decomposition, alike
 from pyg_sar.message.dependence import Dependence, Inject, token_for
 from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
@@ -43,6 +43,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.space.shard import Block, Tile, empty_tile
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
+_FEW = 8  # messages by which it shows that others were made again
 
 
 @dataclass(slots=True)
@@ -128,6 +129,7 @@ class Messages(Kernel):
         self.graphs: list[_Graph] = []
         self.read: dict[str, Tensor] = {}  # by a message of no edges, in a call that had none
         self._operands: list[tuple[Tensor, int] | None] = []  # with versions, of graphs that stay
+        self.made: dict[int, tuple[slice, list[Tensor]]] = {}  # a few of each unit's first tile
         self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
@@ -202,6 +204,21 @@ class Messages(Kernel):
         if any(root.messages is not rows for root in graph.roots):
             raise changed_message(self.title)
 
+    def check_made(self, graph: _Graph) -> None:
+        """Raises where messages that are made again are others than in the forward pass."""
+        edges, before = self.made.get(graph.tile.unit, (None, []))
+        if edges != graph.tile.edges:
+            return
+        now = [_like(root.messages)[:_FEW] for root in graph.roots]
+        if all(torch.equal(a, b) or alike(a, b) for a, b in zip(now, before, strict=True)):
+            return
+        raise DistributedIndexError(
+            f"the message of {self.title} came out differently when it was computed again for the "
+            "backward pass: it is not deterministic, or reads what has changed since and is "
+            "neither an argument nor an attribute of the layer (a global, a field of an object): "
+            "make that an attribute. SARPolicy(mode=2) keeps messages instead of recomputing them"
+        )
+
     def run_message(
         self, tile: Tile, values: list[Tensor | None], parameters: dict[str, Tensor], graph: bool
     ) -> _Graph:
@@ -274,6 +291,9 @@ class MessagesForward(Pass):
             if kernel.no_graph:
                 kernel.check_source(graph, values[kernel.needs.source])
             del values
+            if self._record and kernel.refetches and tile.unit not in kernel.made:
+                few = [_like(root.messages)[:_FEW].detach().clone() for root in graph.roots]
+                kernel.made[tile.unit] = tile.edges, few
             self._merge(graph)
             if self._keep:
                 for root, group in zip(graph.roots, self._reducers, strict=True):
@@ -423,6 +443,7 @@ class MessagesBackward(Pass):
             with torch.enable_grad():
                 graph = kernel.run_message(tile, values, self._parameters, graph=True)
             del values
+            kernel.check_made(graph)
             yield graph
             del graph
 
