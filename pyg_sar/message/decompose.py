@@ -405,8 +405,10 @@ def alike(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None or found.shape != expected.shape:
         return False
     found, expected = found.detach(), expected.detach()
+    if not (found.is_floating_point() or found.is_complex()):
+        return torch.equal(found, expected)
     if found.is_complex():
-        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+        found, expected = (torch.view_as_real(x.resolve_conj()) for x in (found, expected))
     tolerance = _TOLERANCE.get(found.element_size(), 6e-2)
     scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0
     return torch.allclose(found, expected, tolerance, tolerance * scale, equal_nan=True)

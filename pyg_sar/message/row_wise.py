@@ -189,6 +189,7 @@ class RowCheck:
             trace.differs = True
         if trace.differs:
             trace.causes.note("branches", "")
+        first.trace.forget()
         mixed = any(self._kind(trace, t) == "mixed" for t in _tensors(second.out))
         reason = ""
         if changes.refused:
@@ -201,10 +202,14 @@ class RowCheck:
         elif any(self._kind(trace, t, NODE) == "mixed" for t in _tensors(second.nodes)):
             reason = f"its update() {_reason(trace)}"
         else:
+            each = (second.out, EDGE), (second.nodes, NODE)
+            known = [[bool(self._kind(trace, t, n)) for t in _tensors(out)] for out, n in each]
             pair = first, second
             if trace.draws:
-                pair = self._run(small, None, calm=True), self._run(large, numbers, calm=True)
-            if not self._same(*pair):
+                trace.forget()
+                del first, pair
+                pair = self._calm(small, None), self._calm(large, numbers)
+            if not self._same(*pair, known):
                 reason = f"its message {_REMEDIES['places']}"
             elif not self._same_gradients(*pair):
                 reason = f"its message {_REMEDIES['gradients']}"
@@ -291,6 +296,14 @@ class RowCheck:
         changed = {"*": changes, **{name: now for name, _, now in changes}}
         return _Run(trace, out, nodes, changed, seen)
 
+    def _calm(self, sizes: Sizes, numbers: Mapping[str, Any] | None) -> _Run:
+        """A run whose random numbers are all the same; with its graph where gradients are asked."""
+        run = self._run(sizes, numbers, calm=True)
+        if not self._has_own_gradients():
+            run.out, run.nodes = ([t.detach() for t in _tensors(x)] for x in (run.out, run.nodes))
+            run.seen = self.seen or run.seen
+        return run
+
     def _updated(
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
     ) -> Any:
@@ -375,16 +388,21 @@ class RowCheck:
             "size": list(size if ends[0] is source else size[::-1]),
         }
 
-    def _same(self, first: _Run, second: _Run) -> bool:
-        """Says if edges, and nodes, of the first run have the same values in the second."""
+    def _same(self, first: _Run, second: _Run, known: Sequence[Sequence[bool]]) -> bool:
+        """Says if edges, and nodes, of the first run have the same values in the second.
+
+        Args:
+            first: The first run.
+            second: The second.
+            known: Which results have a row per edge; which have one per node.
+        """
         start, small = second.trace.sizes.before, first.trace.sizes
-        for ours, theirs, base, begin, count in (
-            (first.out, second.out, EDGE, start, small.edges),
-            (first.nodes, second.nodes, NODE, 1, small.targets),
+        for ours, theirs, rows, begin, count in (
+            (first.out, second.out, known[0], start, small.edges),
+            (first.nodes, second.nodes, known[1], 1, small.targets),
         ):
-            for one, other in zip(_tensors(ours), _tensors(theirs), strict=True):
-                axes = (0, self._axis % max(one.dim(), 1)) if one.dim() else ()
-                axes = axes if self._kind(second.trace, other, base) else ()
+            for one, other, row in zip(_tensors(ours), _tensors(theirs), rows, strict=True):
+                axes = (0, self._axis % max(one.dim(), 1)) if one.dim() and row else ()
                 found = [other.narrow(k, begin, count) for k in axes if one.shape[k] == count]
                 if not any(alike(one, same) for same in found or [other]):
                     return False
@@ -399,9 +417,12 @@ class RowCheck:
             for one, other in pairs
         )
 
+    def _has_own_gradients(self) -> bool:
+        return has_own(self.layer, "message") or holds_foreign_module(self.layer)
+
     def _gradients(self, run: _Run) -> Sequence[Tensor | None]:
         """Returns gradients of the operands' rows for these edges, of messages of one's own."""
-        if not (has_own(self.layer, "message") or holds_foreign_module(self.layer)):
+        if not self._has_own_gradients():
             return []
         outs = [t for t in _tensors(run.out) if t.requires_grad and t.dim()]
         places = torch.arange(run.trace.sizes.edges, dtype=torch.float64) - run.trace.sizes.before
