@@ -55,10 +55,10 @@ class Worker:
     files: PrivateFiles | None
     """``None`` at rank 0, whose files are the script's."""
     at_end: list[partial[Any]] = field(default_factory=list)
-    """What the script has registered to be called at its end."""
+    """Functions that the script has registered to be called at its end."""
 
     def end(self) -> None:
-        """Calls it, the last first."""
+        """Calls those functions, the last first."""
         while self.at_end:
             self.at_end.pop()()
 
