@@ -6,6 +6,7 @@ message runs twice, on other numbers of edges and of nodes. Where a number is an
 run, it counts edges or nodes, of which a worker has its own; where a shape is, it belongs to them.
 The second run has the edges of the first among others, at other places: their messages are the
 same, or depend on the place.
+A message that draws random numbers runs twice more for this, with constants in their place.
 A tensor that holds the same for each edge (zeros, say) is labelled as if it were made of the edges,
 so that a sum of ones is seen for what it is.
 """
