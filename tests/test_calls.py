@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from benchmark_scripts import benchmark
 from oracle import Partitions, make_graph, workers
 from torch import Tensor
@@ -73,6 +75,41 @@ def test_layers_that_draw_nothing_are_known() -> None:
     drawing = (gnn.GATConv(4, 4, dropout=0.1), gnn.SuperGATConv(4, 4), Own(4, 4), patched, hooked)
     assert not any(map(draws_nothing, drawing))
     assert not draws_nothing(gnn.GINConv(torch.nn.Sequential(torch.nn.Dropout())))
+
+
+class Counting(gnn.MessagePassing):
+    """Hands the edges of each run of its message, which draws for them, to a function."""
+
+    def __init__(self, dropout: float, ran: Callable[[int], None]) -> None:
+        super().__init__()
+        self.dropout, self.ran = dropout, ran
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        self.ran(x_j.size(0))
+        return F.dropout(torch.tanh(x_i * x_j), self.dropout, self.training)
+
+
+def counted(root: Path, dropout: float) -> list[list[int]]:
+    runs: list[int] = []
+    layer = pyg_sar.distribute(Counting(dropout, runs.append))
+    data = pyg_sar.load_partition(root)
+    found = []
+    for _ in range(2):
+        del runs[:]
+        out = layer(data.x.requires_grad_(), data.edge_index)
+        found.append(list(runs))
+    del runs[:]
+    out.sum().backward()
+    return [*found, list(runs)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_first_call_runs_the_message_on_made_up_edges_twice(root: Path, dropout: float) -> None:
+    for first, second, backward in workers(counted, 3, root, dropout):
+        assert first[2:] == second == backward and sum(first[:2]) < 100, first
 
 
 # What is decided once ########################################################

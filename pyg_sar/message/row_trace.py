@@ -5,8 +5,7 @@
 message runs twice, on other numbers of edges and of nodes. Where a number is another in the second
 run, it counts edges or nodes, of which a worker has its own; where a shape is, it belongs to them.
 The second run has the edges of the first among others, at other places: their messages are the
-same, or depend on the place.
-A message that draws random numbers runs twice more for this, with constants in their place.
+same, or depend on the place. Random numbers of these edges are those of the first run.
 A tensor that holds the same for each edge (zeros, say) is labelled as if it were made of the edges,
 so that a sum of ones is seen for what it is.
 """
@@ -269,29 +268,27 @@ class RowTrace(TorchDispatchMode):
     Args:
         labels: Labels of what it starts from.
         sizes: How large this run is.
-        other: The same of the run before, and its steps; ``None`` in the first run.
-        calm: Random numbers are all the same, and nothing is labelled.
+        other: The run before; ``None`` in the first run.
     """
 
     def __init__(
         self,
         labels: Labels,
         sizes: Sizes,
-        other: tuple[Sizes, list[Step]] | None = None,
-        calm: bool = False,
+        other: RowTrace | None = None,
     ) -> None:
         super().__init__()
-        self.labels, self.sizes, self.other, self.calm = labels, sizes, other, calm
+        self.labels, self.sizes, self.other = labels, sizes, other
         self.steps: list[Step] = []
+        self.drawn: list[list[Tensor]] = []
         self.read: list[Tensor] = []  # through their memory, below the operators
         self.causes = Causes()
         self.differs = False  # other operators ran than the time before
-        self.draws = False
         self.asking = True
 
     def forget(self) -> None:
         """Lets go of the tensors of its steps and of their labels."""
-        self.steps, self.labels = [], Labels()
+        self.steps, self.drawn, self.labels = [], [], Labels()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -310,14 +307,7 @@ class RowTrace(TorchDispatchMode):
         ]
         results = [t for t in tree_leaves((out, written)) if isinstance(t, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
-            self.draws = True
-            if self.calm and name == "native_dropout":
-                out[0].copy_(given["input"])
-            elif self.calm:
-                for drawn in results:
-                    drawn.fill_(0.37 if drawn.is_floating_point() else 1)
-        if self.calm:
-            return out
+            self._draw(name, given, results)
         call = Call(name, given, results, self.labels, torch.Tag.pointwise in func.tags)
         before = self._compare(call, _numbers(schema, given))
         call.counted = self._counted(before)
@@ -328,6 +318,37 @@ class RowTrace(TorchDispatchMode):
         else:
             self._label(call, before)
         return out
+
+    def _draw(self, name: str, given: dict[str, Any], results: list[Tensor]) -> None:
+        """Keeps what is drawn; has edges, and nodes, of the first run the numbers that they had."""
+        drawn = results[1:] if name == "native_dropout" else results
+        number = len(self.drawn)
+        self.drawn.append([t.clone() for t in drawn])
+        if self.other is None or number >= len(self.other.drawn):
+            return
+        for now, before in zip(drawn, self.other.drawn[number], strict=False):
+            same = self._rows_of_the_first(now, before)
+            if same is not None:
+                same.copy_(before)
+        if name == "native_dropout":
+            kept = drawn[0].to(results[0].dtype) / (1 - given["p"])
+            results[0].copy_(given["input"] * kept)
+
+    def _rows_of_the_first(self, drawn: Tensor, before: Tensor) -> Tensor | None:
+        """Returns the part of a tensor that has the edges, or nodes, of one of the first run."""
+        other = self.other
+        if other is None or drawn.numel() <= 1 or drawn.dim() != before.dim():
+            return None
+        starts = {
+            (self.sizes.sources, other.sizes.sources): 1,
+            (self.sizes.targets, other.sizes.targets): 1,
+            (self.sizes.edges, other.sizes.edges): self.sizes.before,
+        }
+        found = drawn
+        for axis, ends in enumerate(zip(drawn.shape, before.shape, strict=True)):
+            if ends[0] != ends[1] and ends in starts:
+                found = found.narrow(axis, starts[ends], ends[1])
+        return found if found.shape == before.shape else None
 
     # Comparing with the other run ############################################
 
@@ -344,7 +365,7 @@ class RowTrace(TorchDispatchMode):
         self.steps.append(mine)
         if self.other is None:
             return None
-        steps = self.other[1]
+        steps = self.other.steps
         if place >= len(steps) or steps[place].name != mine.name:
             self.differs = True
             return None
@@ -399,7 +420,7 @@ class RowTrace(TorchDispatchMode):
         mixed = torch.full((), MIXED, dtype=torch.int32)
         if len(shape) != len(before) or len(axes) != 1 or self.other is None:
             return mixed
-        axis, other = axes[0], self.other[0]
+        axis, other = axes[0], self.other.sizes
         rows, rows_before = shape[axis], before[axis]
         known = [
             (base, rows // mine)

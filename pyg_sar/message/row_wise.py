@@ -181,7 +181,7 @@ class RowCheck:
         numbers: Mapping[str, Any] | None = None
         if self.asks_sizes and not _are_lengths(small, first.trace.steps):
             numbers = self._numbers(small)
-        second = self._run(large, numbers, (small, first.trace.steps))
+        second = self._run(large, numbers, first.trace)
         self.seen = second.seen
         trace, changes = second.trace, Changes()
         changes.judge(first.changed, iter(second.changed["*"]), lambda t: self._kind(trace, t))
@@ -204,14 +204,9 @@ class RowCheck:
         else:
             each = (second.out, EDGE), (second.nodes, NODE)
             known = [[bool(self._kind(trace, t, n)) for t in _tensors(out)] for out, n in each]
-            pair = first, second
-            if trace.draws:
-                trace.forget()
-                del first, pair
-                pair = self._calm(small, None), self._calm(large, numbers)
-            if not self._same(*pair, known):
+            if not self._same(first, second, known):
                 reason = f"its message {_REMEDIES['places']}"
-            elif not self._same_gradients(*pair):
+            elif not self._same_gradients(first, second):
                 reason = f"its message {_REMEDIES['gradients']}"
         rows = second.out if isinstance(second.out, Tensor) else None
         if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
@@ -269,8 +264,7 @@ class RowCheck:
         self,
         sizes: Sizes,
         numbers: Mapping[str, Any] | None,
-        other: tuple[Sizes, list[Step]] | None = None,
-        calm: bool = False,
+        other: RowTrace | None = None,
     ) -> _Run:
         labels = Labels()
         with torch.no_grad():
@@ -281,7 +275,7 @@ class RowCheck:
             tile = Tile(0, slice(0, sizes.edges), targets, index, source, slice(0, sizes.edges))
             seen = Observation(self.program, tile, values)
             at_targets = make_target_index(index, index, sizes.targets, sizes.targets, seen.log)
-        trace = RowTrace(labels, sizes, other, calm)
+        trace = RowTrace(labels, sizes, other)
         state = Snapshot(self.layer)
         given = {**own, **(numbers or {}), "index": at_targets, "edge_index_i": at_targets}
         try:
@@ -295,14 +289,6 @@ class RowCheck:
         seen.ran(out, moved, given, trace.read)
         changed = {"*": changes, **{name: now for name, _, now in changes}}
         return _Run(trace, out, nodes, changed, seen)
-
-    def _calm(self, sizes: Sizes, numbers: Mapping[str, Any] | None) -> _Run:
-        """A run whose random numbers are all the same; with its graph where gradients are asked."""
-        run = self._run(sizes, numbers, calm=True)
-        if not self._has_own_gradients():
-            run.out, run.nodes = ([t.detach() for t in _tensors(x)] for x in (run.out, run.nodes))
-            run.seen = self.seen or run.seen
-        return run
 
     def _updated(
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
