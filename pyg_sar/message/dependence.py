@@ -301,18 +301,26 @@ class Observation:
             key: torch.empty_like(row).normal_(generator=draw) if row.is_floating_point() else row
             for key, row in self._first.items()
         }
-        self._check_scaled(self._first)
-        try:
-            self._replayed(others)
-        except (IndexError, RuntimeError, ValueError):  # Values decide about shapes.
-            return
-        self._check_scaled(others)
-
-    def _check_scaled(self, rows: Rows) -> None:
-        total, maximum = self.log.total, self.log.maximum
+        total = self.log.total
         if total is None:
             return
-        original, first = self._replayed(rows)
+        self._check_scaled(total, self._first, *self._replayed(self._first))
+        try:
+            replayed = self._replayed(others)
+        except (IndexError, RuntimeError, ValueError):  # Values decide about shapes.
+            return
+        self._check_scaled(total, others, *replayed)
+
+    def _check_scaled(self, total: Tensor, rows: Rows, original: Tensor, first: Tensor) -> None:
+        """The same with other totals and another maximum.
+
+        Args:
+            total: The total of the run that was recorded.
+            rows: The rows that it is tried with.
+            original: The messages of these rows.
+            first: The totals of these rows.
+        """
+        maximum = self.log.maximum
         # Powers of two scale floating point numbers exactly, differently per target and head.
         steps = torch.arange(total.numel(), device=total.device).view(total.shape) % 3 + 1
         scales = (2.0**steps).to(total.dtype)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from pyg_sar.message.program import TileProgram
 from pyg_sar.space.distributed_index import storage_of
@@ -145,8 +145,7 @@ class Recording(TorchDispatchMode):
             return old.new_empty(0).set_(memory[key], *place)
 
         for func, args, kwargs, out in self.calls:
-            args, kwargs = tree_map_only(Tensor, now, (args, kwargs))
-            again = func(*args, **kwargs)
+            again = func(*_mapped(args, now), **{k: _mapped(v, now) for k, v in kwargs.items()})
             for old, new in zip(tensors_in(out), tensors_in(again), strict=True):
                 key = storage_of(old)
                 memory.setdefault(key, new.untyped_storage())
@@ -160,6 +159,13 @@ def tensors_in(*values: Any) -> list[Tensor]:
     """Returns the tensors with memory in nested lists, tuples and dicts."""
     leaves = tree_leaves(values)
     return [t for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Returns an operator's arguments with other tensors: many times faster than a pytree's map."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return [_mapped(v, change) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _name(func: Any) -> str:
