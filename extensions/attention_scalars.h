@@ -179,17 +179,17 @@ PYG_SAR_INLINE void exp_sum(T* s, const T* top, T* lanes, int64_t count, int64_t
   PYG_SAR_LANES(count, length, const T x = exponential(s[k] - top[o]); s[k] = x; lanes[o] += x;)
 }
 
-// s = exp(s - top) * inverse, scalar by scalar
+// s = exp(s - top) / total, scalar by scalar
 template <class T>
-PYG_SAR_INLINE void exp_share(T* s, const T* top, const T* inverse, int64_t count) {
-  PYG_SAR_LANES(count, kLanes, (void)o; s[k] = exponential(s[k] - top[k]) * inverse[k];)
+PYG_SAR_INLINE void exp_share(T* s, const T* top, const T* total, int64_t count) {
+  PYG_SAR_LANES(count, kLanes, (void)o; s[k] = exponential(s[k] - top[k]) / total[k];)
 }
 
 // The same by lane.
 template <class T>
-PYG_SAR_INLINE void exp_share_lanes(T* s, const T* top, const T* inverse, int64_t count,
+PYG_SAR_INLINE void exp_share_lanes(T* s, const T* top, const T* total, int64_t count,
                                     int64_t length) {
-  PYG_SAR_LANES(count, length, s[k] = exponential(s[k] - top[o]) * inverse[o];)
+  PYG_SAR_LANES(count, length, s[k] = exponential(s[k] - top[o]) / total[o];)
 }
 
 }  // namespace pyg_sar::attention

@@ -41,10 +41,10 @@ struct Sources {
                           const Wanted<T>& to) const {
     const int64_t count = n * t.heads;
     const Rows<T> grads = t.rows(known.grad_out, first, n);
-    const Rows<T> packed = t.narrow_rows({known.packed, 4 * t.heads}, first, n, 4);
+    const Rows<T> packed = t.narrow_rows(known.packed, first, n, 4);
     const Rows<T> queries = kShape.narrow_query ? packed : t.rows(t.query, first, n);
     const T *key = t.key.row(t.place(j)), *value = t.value.row(t.place(j));
-    split_rows(b.top, b.inverse, b.delta, kShape.narrow_query ? b.score : b.keep, packed);
+    split_rows(b.top, b.total, b.delta, kShape.narrow_query ? b.score : b.keep, packed);
     Score::template scores<true, kChannels>(t, b, key, queries, first);
     inner_products<kChannels, true>(b.inner, value, grads);
     if constexpr (kShape.term == Term::kInKeyAndValue) {
@@ -57,7 +57,7 @@ struct Sources {
       }
     }
     T* alpha = leaked<Score>(t, b, count);
-    exp_share(alpha, b.top, b.inverse, count);
+    exp_share(alpha, b.top, b.total, count);
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
     if (grad_value.data != nullptr) accumulate(grad_value.row(j), b.weight, grads, false);

@@ -26,12 +26,12 @@ struct Targets {
       const int64_t start = t.offsets[u], stop = t.offsets[u + 1];
       if (start == stop) continue;
       const int64_t i = t.target(u);
-      const T *packed = known.packed + i * 4 * t.heads, *query = t.query.row(i);
+      const T *packed = known.packed.row(i), *query = t.query.row(i);
       const Wanted<T> to{grad_query == nullptr ? nullptr : grad_query + i * width, nullptr,
                          grad_att.empty() ? nullptr : grad_att[chunk], grad_edge_attr,
                          grad_edge_weight.empty() ? nullptr : grad_edge_weight[chunk]};
       fill_tile(b.tile_top, packed, t.heads, b.size);
-      fill_tile(b.tile_inverse, packed + t.heads, t.heads, b.size);
+      fill_tile(b.tile_total, packed + t.heads, t.heads, b.size);
       fill_tile(b.tile_delta, packed + 2 * t.heads, t.heads, b.size);
       Score::template begin<false>(t, b, query);
       Score::template clear<false>(t, b);
@@ -60,7 +60,7 @@ struct Targets {
       }
     }
     T* alpha = leaked<Score>(t, b, count);
-    exp_share_lanes(alpha, b.tile_top, b.tile_inverse, count, b.size);
+    exp_share_lanes(alpha, b.tile_top, b.tile_total, count, b.size);
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.tile_delta, true, t.drop_key != nullptr, count);
     Score::template add<false, kChannels>(t, b, t.query.row(i), keys, first, to);

@@ -98,32 +98,50 @@ Backward::Backward(const Given& g, const Cotangent& c, bool transposed)
   if (dense.query_edges.has_value()) grad_edges = dense.edge_products(grad_out);
 }
 
+namespace {
+
+// Whether the rows of 'right' begin where those of 'left' end, which have a number per head.
 template <class T>
-void Backward::pack_rows(const Cotangent& c, const OptionalTensor& query) {
+bool are_beside(const Tensor& left, const Tensor& right) {
+  const int64_t heads = left.size(1);
+  const auto in_one_piece = [&](const Tensor& x) { return heads == 1 || x.stride(1) == 1; };
+  return in_one_piece(left) && in_one_piece(right) && left.stride(0) == right.stride(0) &&
+         left.const_data_ptr<T>() + heads == right.const_data_ptr<T>();
+}
+
+}  // namespace
+
+template <class T>
+Tensor Backward::packed(const Cotangent& c, const OptionalTensor& query) const {
   const int64_t rows = c.grad_out.size(0), heads = c.grad_out.size(1);
-  packed_rows = empty({rows, 4 * heads}, c.grad_out.scalar_type());
+  if (query.has_value() && are_beside<T>(c.maximum, c.normaliser) &&
+      are_beside<T>(c.normaliser, c.delta) && are_beside<T>(c.delta, *query)) {
+    return c.maximum;
+  }
+  const Tensor found = empty({rows, 4 * heads}, c.grad_out.scalar_type());
   const Tensor maximum = with_dense_rows(c.maximum), normaliser = with_dense_rows(c.normaliser);
-  const Tensor delta = with_dense_rows(c.delta), last = query.has_value() ? with_dense_rows(*query) : delta;
-  const auto tops = matrix<T>(maximum), totals = matrix<T>(normaliser);
-  const auto means = matrix<T>(delta), queries = matrix<T>(last);
-  T* out = packed_rows->mutable_data_ptr<T>();
+  const Tensor delta = with_dense_rows(c.delta);
+  const OptionalTensor last = query.has_value() ? OptionalTensor(with_dense_rows(*query)) : query;
+  const std::array<Matrix<const T>, 3> parts{matrix<T>(maximum), matrix<T>(normaliser), matrix<T>(delta)};
+  const auto queries = matrix<T>(last);
+  T* out = found.mutable_data_ptr<T>();
   parallel_for(0, rows, kSummedAtOnce / std::max<int64_t>(heads, 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       T* row = out + i * 4 * heads;
-      const T *top = tops.row(i), *total = totals.row(i), *mean = means.row(i), *last = queries.row(i);
-      for (int64_t h = 0; h < heads; ++h) {
-        row[h] = top[h];
-        row[heads + h] = T(1) / total[h];
-        row[2 * heads + h] = mean[h];
-        row[3 * heads + h] = query.has_value() ? last[h] : T(0);
+      for (const auto& part : parts) row = std::copy_n(part.row(i), heads, row);
+      if (const T* at = queries.row(i)) {
+        std::copy_n(at, heads, row);
+      } else {
+        std::fill_n(row, heads, T(0));
       }
     }
   });
+  return found;
 }
 
 void Backward::pack(const Given& g, const Cotangent& c) {
   const OptionalTensor query = shape_of(g.kind)->narrow_query ? g.query : std::nullopt;
-  g.value.scalar_type() == kFloat ? pack_rows<float>(c, query) : pack_rows<double>(c, query);
+  packed_rows = g.value.scalar_type() == kFloat ? packed<float>(c, query) : packed<double>(c, query);
 }
 
 }  // namespace pyg_sar::attention

@@ -125,15 +125,15 @@ struct Backward {
 
   Backward(const Given& g, const Cotangent& c, bool transposed);
 
-  // Rows for those passes that read them: maximum, 1 / normaliser, delta and (additive) query of a
-  // target, side by side.
+  // Rows for those passes that read them: maximum, normaliser, delta and (additive) query of a
+  // target, side by side. They may be so already, as published rows of other workers are.
   void pack(const Given& g, const Cotangent& c);
   template <class T>
-  void pack_rows(const Cotangent& c, const OptionalTensor& query);
+  Tensor packed(const Cotangent& c, const OptionalTensor& query) const;
 
   template <class T>
   Known<T> known() const {
-    return {matrix<T>(grad_out), data<T>(packed_rows), data<T>(dense.query_edges),
+    return {matrix<T>(grad_out), matrix<T>(packed_rows), data<T>(dense.query_edges),
             data<T>(grad_edges)};
   }
 };

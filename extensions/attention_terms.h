@@ -72,8 +72,8 @@ struct Buffers {
   std::vector<T> room;
   std::vector<uint32_t> hashes;
   int64_t size, used = 0;
-  T *score, *leaked, *weight, *inner, *top, *inverse, *delta, *keep, *sum, *gate;
-  T *fixed, *lanes, *tile_top, *tile_inverse, *tile_delta, *row, *row2, *row3;
+  T *score, *leaked, *weight, *inner, *top, *total, *delta, *keep, *sum, *gate;
+  T *fixed, *lanes, *tile_top, *tile_total, *tile_delta, *row, *row2, *row3;
   T *edges_of_weight, *edges_of_score, *heads;
   uint32_t *hash, *head;
 
@@ -84,11 +84,11 @@ struct Buffers {
     room.resize(10 * scalars + 5 * tile + 3 * width + 2 * edge + per_head + kLanes);
     hashes.resize(scalars + tile + kLanes);
     size = tile;
-    for (T** at : {&score, &leaked, &weight, &inner, &top, &inverse, &delta, &keep, &sum, &gate}) {
+    for (T** at : {&score, &leaked, &weight, &inner, &top, &total, &delta, &keep, &sum, &gate}) {
       *at = take(scalars);
     }
     heads = take(per_head);
-    for (T** at : {&fixed, &lanes, &tile_top, &tile_inverse, &tile_delta}) *at = take(tile);
+    for (T** at : {&fixed, &lanes, &tile_top, &tile_total, &tile_delta}) *at = take(tile);
     for (T** at : {&row, &row2, &row3}) *at = take(width);
     for (T** at : {&edges_of_weight, &edges_of_score}) *at = take(edge);
     hash = aligned(hashes.data());
@@ -114,7 +114,7 @@ struct Buffers {
 template <class T>
 struct Known {
   Matrix<const T> grad_out;
-  const T* packed;  // [N, 4 * heads]: maximum, 1 / normaliser, delta, query (additive)
+  Matrix<const T> packed;  // [N, 4 * heads]: maximum, normaliser, delta, query (additive)
   const T *query_edges, *grad_edges;  // dot: <query_i or grad_out_i, edge_weight_d> [N, H, D]
 };
 
