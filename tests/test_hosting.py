@@ -38,7 +38,11 @@ from oracle import (
     whole,
 )
 from torch import Tensor
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
@@ -48,7 +52,13 @@ from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.hosting import check_parts
 from pyg_sar.comm.turns import SETTINGS, Turns
-from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
+from pyg_sar.errors import (
+    DistributedIndexError,
+    LostWorkerError,
+    MismatchError,
+    PygSarError,
+    WorkerError,
+)
 from pyg_sar.nn import NodeEmbedding
 
 PARTS = 8
@@ -329,6 +339,57 @@ def test_contexts_end_where_a_part_ends_them():
     assert host(worker, 3) == [[(True, False), (False, True)] * 2] * 3
     assert not torch.is_anomaly_enabled()
     assert flash()
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_hooks_and_cached_weights_are_those_of_a_part():
+    """PyTorch keeps those of all modules, and of all optimizers, in variables of the process."""
+
+    def worker() -> list[float]:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        parametrize.register_parametrization(layer, "weight", Doubled())
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        hooks = [
+            register_module_forward_hook(lambda module, given, out: out + 10),
+            register_optimizer_step_pre_hook(lambda *_: found.append(0.0)),
+        ]
+        found: list[float] = []
+        for _ in range(2):
+            with parametrize.cached():
+                current().barrier()
+                loss = layer(torch.ones(1, 1)).sum()
+                loss.backward()
+                current().barrier()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        for hook in hooks:
+            hook.remove()
+        current().barrier()
+        with torch.no_grad():
+            found.append(layer(torch.ones(1, 1)).item())
+        return found
+
+    # The weight is 1, -1 and -3, doubled; a hook adds 10 for each of three modules.
+    assert host(worker, 3) == [[0.0, 32.0, 0.0, 28.0, -6.0]] * 3
+
+
+def test_forward_mode_derivatives_of_rows_of_parts_are_refused():
+    """All parts have one level, which the first of them would end for all."""
+
+    def worker() -> float:
+        square = lambda x: x.square()  # noqa: E731
+        one = torch.ones(())
+        with pytest.raises(DistributedIndexError, match="torch.func.jvp.*as many workers as parts"):
+            jvp(lambda x: square(x) + int(current().barrier() is None), (one,), (one,))
+        return float(jvp(square, (one,), (one,))[1])
+
+    assert host(worker, 3) == [2.0] * 3
 
 
 def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

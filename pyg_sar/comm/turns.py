@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module
+from torch.nn.utils import parametrize
+from torch.optim import optimizer
 
 from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
-from pyg_sar.errors import MismatchError, PygSarError
+from pyg_sar.errors import DistributedIndexError, MismatchError, PygSarError
 
 POLL = 0.02  # Seconds between two looks at what other processes may have done.
 STEP = 0.5  # The same where only threads of this process can change anything.
@@ -21,6 +25,32 @@ STEP = 0.5  # The same where only threads of this process can change anything.
 
 _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
 _SDP = torch.backends.cuda
+_HOOKS = tuple(
+    held
+    for place in (module, optimizer)
+    for name, held in vars(place).items()
+    if name.startswith("_global_") and isinstance(held, dict)
+)
+"""Hooks of all modules and all optimizers of a process."""
+
+
+def _set_hooks(held: Sequence[dict[Any, Any]]) -> None:
+    for hooks, value in zip(_HOOKS, held, strict=True):
+        hooks.clear()
+        hooks.update(value)
+
+
+def _variables(
+    place: Any, *names: str
+) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """Returns how variables of one of PyTorch's modules are read, and set."""
+
+    def write(held: list[Any]) -> None:
+        for name, value in zip(names, held, strict=True):
+            setattr(place, name, value)
+
+    return lambda: [getattr(place, name) for name in names], write
+
 
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -40,6 +70,10 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_SDP.mem_efficient_sdp_enabled, _SDP.enable_mem_efficient_sdp),
     (_SDP.math_sdp_enabled, _SDP.enable_math_sdp),
     (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
+    (lambda: [hooks.copy() for hooks in _HOOKS], _set_hooks),
+    _variables(module, "_global_is_full_backward_hook"),
+    # Its keys are of a part's own modules. A context empties it at the end of the last part alone.
+    _variables(parametrize, "_cache_enabled", "_cache"),
 )
 """Settings of a whole process that a part may change: how each is read, and set."""
 
@@ -151,9 +185,11 @@ class Turns:
             doing: What it waits for, for messages.
 
         Raises:
+            DistributedIndexError: Within a level of forward-mode derivatives.
             MismatchError: All parts wait, and nothing can end that.
             PygSarError: Another part or worker has failed.
         """
+        self._refuse_forward_mode()
         with self._lock:
             self._release(part)
             self._await(part, ready, doing)
@@ -164,6 +200,7 @@ class Turns:
 
     def outside(self, part: int, block: Callable[[], Any]) -> Any:
         """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
+        self._refuse_forward_mode()
         with self._lock:
             self._release(part)
             self._choose()
@@ -187,6 +224,19 @@ class Turns:
             if self.record is None:
                 self.record = record
             self._wake_all()
+
+    def _refuse_forward_mode(self) -> None:
+        """A process has one level of these derivatives: a part that ends its own ends the others'.
+
+        Theirs would be zero from there on.
+        """
+        if forward_ad._current_level >= 0 and len(self._parts) > 1:
+            raise DistributedIndexError(
+                "Forward-mode derivatives (torch.func.jvp, jacfwd, hessian and linearize, "
+                "torch.autograd.forward_ad) can't be taken of rows of several parts in one "
+                "process, which has one level of them for all of its parts: use "
+                "torch.autograd.grad() or backward(), or as many workers as parts"
+            )
 
     def _release(self, part: int) -> None:
         self._end(part)
