@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
+from torch._tensor_str import PRINT_OPTS
+from torch.autograd import forward_ad, graph, profiler
 from torch.nn.modules import module
 from torch.nn.utils import parametrize
 from torch.optim import optimizer
@@ -72,6 +74,9 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
     (lambda: [hooks.copy() for hooks in _HOOKS], _set_hooks),
     _variables(module, "_global_is_full_backward_hook"),
+    _variables(graph, "_allow_mutation_on_saved_tensors_enabled"),
+    (lambda: vars(PRINT_OPTS).copy(), vars(PRINT_OPTS).update),
+    _variables(sys, "stdout", "stderr"),  # contextlib.redirect_stdout
     # Its keys are of a part's own modules. A context empties it at the end of the last part alone.
     _variables(parametrize, "_cache_enabled", "_cache"),
 )
@@ -162,6 +167,7 @@ class Turns:
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._profiled = profiler._is_profiler_enabled
         self._device = device or torch.device("cpu")
         self._held = ProcessState(self._device)  # What the process is in.
         self._states = dict.fromkeys(self._parts, self._held)
@@ -185,11 +191,11 @@ class Turns:
             doing: What it waits for, for messages.
 
         Raises:
-            DistributedIndexError: Within a level of forward-mode derivatives.
+            DistributedIndexError: Within forward-mode derivatives, or a profile.
             MismatchError: All parts wait, and nothing can end that.
             PygSarError: Another part or worker has failed.
         """
-        self._refuse_forward_mode()
+        self._refuse_what_is_shared()
         with self._lock:
             self._release(part)
             self._await(part, ready, doing)
@@ -200,7 +206,7 @@ class Turns:
 
     def outside(self, part: int, block: Callable[[], Any]) -> Any:
         """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
-        self._refuse_forward_mode()
+        self._refuse_what_is_shared()
         with self._lock:
             self._release(part)
             self._choose()
@@ -225,18 +231,27 @@ class Turns:
                 self.record = record
             self._wake_all()
 
-    def _refuse_forward_mode(self) -> None:
-        """A process has one level of these derivatives: a part that ends its own ends the others'.
+    def _refuse_what_is_shared(self) -> None:
+        """Refuses that a turn ends within what a process has but one of, without a way to keep it.
 
-        Theirs would be zero from there on.
+        A part that ends its level of derivatives ends the others', whose derivatives were then
+        zero; PyTorch's profiler ends the process where it is started twice.
         """
-        if forward_ad._current_level >= 0 and len(self._parts) > 1:
-            raise DistributedIndexError(
+        within = ""
+        if forward_ad._current_level >= 0:
+            within = (
                 "Forward-mode derivatives (torch.func.jvp, jacfwd, hessian and linearize, "
                 "torch.autograd.forward_ad) can't be taken of rows of several parts in one "
                 "process, which has one level of them for all of its parts: use "
-                "torch.autograd.grad() or backward(), or as many workers as parts"
+                "torch.autograd.grad() or backward()"
             )
+        elif profiler._is_profiler_enabled and not self._profiled:
+            within = (
+                "torch.profiler.profile() can't run in one of several parts of one process, which "
+                "has one profiler: leave it out"
+            )
+        if within and len(self._parts) > 1:
+            raise DistributedIndexError(f"{within}, or start as many workers as parts")
 
     def _release(self, part: int) -> None:
         self._end(part)
