@@ -72,6 +72,10 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (_SDP.mem_efficient_sdp_enabled, _SDP.enable_mem_efficient_sdp),
     (_SDP.math_sdp_enabled, _SDP.enable_math_sdp),
     (_SDP.cudnn_sdp_enabled, _SDP.enable_cudnn_sdp),
+)
+"""Settings of a whole process that a part may change: how each is read, and set."""
+
+VARIABLES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (lambda: [hooks.copy() for hooks in _HOOKS], _set_hooks),
     _variables(module, "_global_is_full_backward_hook"),
     _variables(graph, "_allow_mutation_on_saved_tensors_enabled"),
@@ -80,15 +84,16 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     # Its keys are of a part's own modules. A context empties it at the end of the last part alone.
     _variables(parametrize, "_cache_enabled", "_cache"),
 )
-"""Settings of a whole process that a part may change: how each is read, and set."""
+"""The same of what stays in its process: no worker starts with that of another process."""
 
 
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
-    :data:`SETTINGS`. NumPy's state takes longest to read and to write: both are left out where its
-    words are known, and no normal number waits beside them.
+    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
+    :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's state
+    takes longest to read and to write: both are left out where its words are known, and no normal
+    number waits beside them.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
@@ -111,6 +116,10 @@ class ProcessState:
                 self.words = b""
         self.python = random.getstate()
         self.settings = [read() for read, _ in SETTINGS]
+        self.variables = [read() for read, _ in VARIABLES]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "variables": None}
 
     def restore(self, held: ProcessState) -> None:
         """Makes the generators go on from here, and the process have these settings.
@@ -122,9 +131,13 @@ class ProcessState:
         if not self.words or self.words != held.words:
             np.random.set_state(self.numpy)
         random.setstate(self.python)
-        if self.settings != held.settings:
-            for (_, write), value in zip(SETTINGS, self.settings, strict=True):
-                write(value)
+        for table, own, other in (
+            (SETTINGS, self.settings, held.settings),
+            (VARIABLES, self.variables, held.variables),
+        ):
+            if own is not None and own != other:
+                for (_, write), value in zip(table, own, strict=True):
+                    write(value)
 
 
 class Turns:
