@@ -274,6 +274,13 @@ def dirichlet_mixture(x, data):
     return w[0] * x + w[1] * x.tanh() + w[2] * x.mean(0)
 
 
+@between()
+def gammas_and_betas(x, data):
+    shape = x.exp() + 0.1
+    beta = torch.distributions.Beta(shape, shape.mean(0)).rsample()
+    return torch.distributions.Gamma(shape, 1.0).rsample() + beta
+
+
 @between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
 def edges_added_at_random(x, data, conv):
     edge_index, _ = add_random_edge(data.edge_index, p=0.2, num_nodes=NODES)

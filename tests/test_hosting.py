@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import io
 import itertools
 import os
 import random
@@ -14,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,13 @@ from oracle import (
     whole,
 )
 from torch import Tensor
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
@@ -48,7 +56,13 @@ from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.hosting import check_parts
 from pyg_sar.comm.turns import SETTINGS, Turns
-from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
+from pyg_sar.errors import (
+    DistributedIndexError,
+    LostWorkerError,
+    MismatchError,
+    PygSarError,
+    WorkerError,
+)
 from pyg_sar.nn import NodeEmbedding
 
 PARTS = 8
@@ -329,6 +343,88 @@ def test_contexts_end_where_a_part_ends_them():
     assert host(worker, 3) == [[(True, False), (False, True)] * 2] * 3
     assert not torch.is_anomaly_enabled()
     assert flash()
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_hooks_and_cached_weights_are_those_of_a_part():
+    """PyTorch keeps those of all modules, and of all optimizers, in variables of the process."""
+
+    def worker() -> list[float]:
+        layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        parametrize.register_parametrization(layer, "weight", Doubled())
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        hooks = [
+            register_module_forward_hook(lambda module, given, out: out + 10),
+            register_optimizer_step_pre_hook(lambda *_: found.append(0.0)),
+        ]
+        found: list[float] = []
+        for _ in range(2):
+            with parametrize.cached():
+                current().barrier()
+                loss = layer(torch.ones(1, 1)).sum()
+                loss.backward()
+                current().barrier()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        for hook in hooks:
+            hook.remove()
+        current().barrier()
+        with torch.no_grad():
+            found.append(layer(torch.ones(1, 1)).item())
+        return found
+
+    # The weight is 1, -1 and -3, doubled; a hook adds 10 for each of three modules.
+    assert host(worker, 3) == [[0.0, 32.0, 0.0, 28.0, -6.0]] * 3
+
+
+def test_what_a_part_prints_goes_where_it_says():
+    """The last part to leave a redirection would leave the process with another part's stream."""
+
+    def worker() -> list[str]:
+        found = []
+        for digits in (2, 4):
+            with redirect_stdout(io.StringIO()) as stream:
+                torch.set_printoptions(precision=digits)
+                current().barrier()
+                print(torch.tensor(1 / 3), current().rank)
+                current().barrier()
+                torch.set_printoptions(profile="default")
+            found.append(stream.getvalue())
+        return found
+
+    before = sys.stdout
+    expected = [[f"tensor(0.33) {k}\n", f"tensor(0.3333) {k}\n"] for k in range(3)]
+    assert host(worker, 3) == expected
+    assert sys.stdout is before
+
+
+def test_what_a_process_has_but_one_of_is_refused():
+    """The first part that ended its level of derivatives, or its profile, would end all of them."""
+
+    def worker() -> float:
+        square = lambda x: x.square()  # noqa: E731
+        one = torch.ones(())
+        meet = lambda x: square(x) + int(current().barrier() is None)  # noqa: E731
+        with pytest.raises(DistributedIndexError, match=r"torch\.func\.jvp.*workers as parts"):
+            jvp(meet, (one,), (one,))
+        with (
+            pytest.raises(DistributedIndexError, match=r"torch\.profiler.*workers as parts"),
+            profile(activities=[ProfilerActivity.CPU]),
+        ):
+            current().barrier()
+        with allow_mutation_on_saved_tensors():
+            current().barrier()
+        return float(jvp(square, (one,), (one,))[1])
+
+    assert host(worker, 3) == [2.0] * 3
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert host(lambda: current().barrier(), 2) == [None] * 2
 
 
 def test_what_a_module_sets_is_set_for_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -502,6 +502,7 @@ def _draws(x: Tensor) -> list[Tensor]:
         *((x * 1).normal_(), (x * 1).uniform_(1, 2), (x * 1).exponential_(), (x * 1).cauchy_()),
         *((x * 1).log_normal_(), (x * 1).geometric_(0.3), (x * 1).bernoulli_(x + 0.5)),
         *(torch.rand_like(wide), torch.binomial(x + 9, x + 0.5), (ids * 1).random_(3, 90)),
+        *(torch._standard_gamma(x + 0.5), torch._sample_dirichlet(x + 0.5)),
         torch.nn.functional.dropout(torch.ones_like(wide), 0.4).sum(0),
         *_dropping(x),
     ]
@@ -671,6 +672,7 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "polar": lambda z: torch.polar(z.real.abs(), z.imag).imag.square().sum(),
     "matrices": lambda z: (z.mH @ z).abs().sum() + torch.vdot(z[:, 0], z[:, 1]).imag,
     "a variance": lambda z: torch.view_as_real(z.conj().resolve_conj()).var(0).sum(),
+    "sums of pairs": lambda z: torch.view_as_real(z.T).sum(-1).square().sum(),
     "a row, and rows": lambda z: z.conj()[2].imag.sum() + z.conj()[[3, 1]].imag.square().sum(),
     "written parts": lambda z: torch.view_as_real(_written(z)).var(0).sum(),
 }

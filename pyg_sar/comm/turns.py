@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch._tensor_str import PRINT_OPTS
+from torch.autograd import forward_ad, graph, profiler
+from torch.nn.modules import module
+from torch.nn.utils import parametrize
+from torch.optim import optimizer
 
 from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
-from pyg_sar.errors import MismatchError, PygSarError
+from pyg_sar.errors import DistributedIndexError, MismatchError, PygSarError
 
 POLL = 0.02  # Seconds between two looks at what other processes may have done.
 STEP = 0.5  # The same where only threads of this process can change anything.
@@ -21,6 +27,32 @@ STEP = 0.5  # The same where only threads of this process can change anything.
 
 _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
 _SDP = torch.backends.cuda
+_HOOKS = tuple(
+    held
+    for place in (module, optimizer)
+    for name, held in vars(place).items()
+    if name.startswith("_global_") and isinstance(held, dict)
+)
+"""Hooks of all modules and all optimizers of a process."""
+
+
+def _set_hooks(held: Sequence[dict[Any, Any]]) -> None:
+    for hooks, value in zip(_HOOKS, held, strict=True):
+        hooks.clear()
+        hooks.update(value)
+
+
+def _variables(
+    place: Any, *names: str
+) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
+    """Returns how variables of one of PyTorch's modules are read, and set."""
+
+    def write(held: list[Any]) -> None:
+        for name, value in zip(names, held, strict=True):
+            setattr(place, name, value)
+
+    return lambda: [getattr(place, name) for name in names], write
+
 
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -43,13 +75,25 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 )
 """Settings of a whole process that a part may change: how each is read, and set."""
 
+VARIABLES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (lambda: [hooks.copy() for hooks in _HOOKS], _set_hooks),
+    _variables(module, "_global_is_full_backward_hook"),
+    _variables(graph, "_allow_mutation_on_saved_tensors_enabled"),
+    (lambda: vars(PRINT_OPTS).copy(), vars(PRINT_OPTS).update),
+    _variables(sys, "stdout", "stderr"),  # contextlib.redirect_stdout
+    # Its keys are of a part's own modules. A context empties it at the end of the last part alone.
+    _variables(parametrize, "_cache_enabled", "_cache"),
+)
+"""The same of what stays in its process: no worker starts with that of another process."""
+
 
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
-    :data:`SETTINGS`. NumPy's state takes longest to read and to write: both are left out where its
-    words are known, and no normal number waits beside them.
+    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
+    :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's state
+    takes longest to read and to write: both are left out where its words are known, and no normal
+    number waits beside them.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
@@ -72,6 +116,10 @@ class ProcessState:
                 self.words = b""
         self.python = random.getstate()
         self.settings = [read() for read, _ in SETTINGS]
+        self.variables = [read() for read, _ in VARIABLES]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "variables": None}
 
     def restore(self, held: ProcessState) -> None:
         """Makes the generators go on from here, and the process have these settings.
@@ -83,9 +131,13 @@ class ProcessState:
         if not self.words or self.words != held.words:
             np.random.set_state(self.numpy)
         random.setstate(self.python)
-        if self.settings != held.settings:
-            for (_, write), value in zip(SETTINGS, self.settings, strict=True):
-                write(value)
+        for table, own, other in (
+            (SETTINGS, self.settings, held.settings),
+            (VARIABLES, self.variables, held.variables),
+        ):
+            if own is not None and own != other:
+                for (_, write), value in zip(table, own, strict=True):
+                    write(value)
 
 
 class Turns:
@@ -128,6 +180,7 @@ class Turns:
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+        self._profiled = profiler._is_profiler_enabled
         self._device = device or torch.device("cpu")
         self._held = ProcessState(self._device)  # What the process is in.
         self._states = dict.fromkeys(self._parts, self._held)
@@ -151,9 +204,11 @@ class Turns:
             doing: What it waits for, for messages.
 
         Raises:
+            DistributedIndexError: Within forward-mode derivatives, or a profile.
             MismatchError: All parts wait, and nothing can end that.
             PygSarError: Another part or worker has failed.
         """
+        self._refuse_what_is_shared()
         with self._lock:
             self._release(part)
             self._await(part, ready, doing)
@@ -164,6 +219,7 @@ class Turns:
 
     def outside(self, part: int, block: Callable[[], Any]) -> Any:
         """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
+        self._refuse_what_is_shared()
         with self._lock:
             self._release(part)
             self._choose()
@@ -187,6 +243,28 @@ class Turns:
             if self.record is None:
                 self.record = record
             self._wake_all()
+
+    def _refuse_what_is_shared(self) -> None:
+        """Refuses that a turn ends within what a process has but one of, without a way to keep it.
+
+        A part that ends its level of derivatives ends the others', whose derivatives were then
+        zero; PyTorch's profiler ends the process where it is started twice.
+        """
+        within = ""
+        if forward_ad._current_level >= 0:
+            within = (
+                "Forward-mode derivatives (torch.func.jvp, jacfwd, hessian and linearize, "
+                "torch.autograd.forward_ad) can't be taken of rows of several parts in one "
+                "process, which has one level of them for all of its parts: use "
+                "torch.autograd.grad() or backward()"
+            )
+        elif profiler._is_profiler_enabled and not self._profiled:
+            within = (
+                "torch.profiler.profile() can't run in one of several parts of one process, which "
+                "has one profiler: leave it out"
+            )
+        if within and len(self._parts) > 1:
+            raise DistributedIndexError(f"{within}, or start as many workers as parts")
 
     def _release(self, part: int) -> None:
         self._end(part)

@@ -39,7 +39,7 @@ def _writes(func: Any) -> bool:
     *("floor_divide", "floor_divide_", "log_sigmoid_forward", "log_sigmoid_backward"),
     *("masked_fill", "masked_fill_", "polar", "where", "zero_", "nan_to_num", "nan_to_num_"),
     *("view_as_real_copy", "view_as_complex_copy", "mse_loss_backward_elementwise"),
-    *("native_dropout_backward", "positive"),
+    *("native_dropout_backward", "positive", "_standard_gamma_grad"),
     *("_conj", "_neg_view", "resolve_conj", "resolve_neg", "real", "imag"),
     *("elu_backward", "leaky_relu_backward", "rrelu_with_noise_backward"),
     *("hardtanh_backward", "threshold_backward", "softplus_backward", "silu_backward"),
@@ -102,7 +102,10 @@ def ids_of(source: NodeTensor, change: Callable[[Tensor], Tensor]) -> Callable[[
 @rule("view_as_real", "view_as_complex")
 def _complex_view(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
-    return wrap(func(source.local.resolve_conj().resolve_neg()), source.rows, source.axis)
+    local = source.local.resolve_conj().resolve_neg()
+    if not local.is_complex() and local.stride(-1) != 1:  # As an expanded gradient's rows may lie.
+        local = local.contiguous()
+    return wrap(func(local), source.rows, source.axis)
 
 
 _REAL: Any = Tensor.real
@@ -264,7 +267,10 @@ def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(drawn, source.rows, source.axis)
 
 
-@rule("bernoulli", "multinomial", "poisson", "normal", "binomial")
+@rule(
+    *("bernoulli", "multinomial", "poisson", "normal", "binomial", "_standard_gamma"),
+    "_sample_dirichlet",
+)
 @_marked
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """Drawn with the probabilities of all rows, which are gathered."""
