@@ -106,6 +106,8 @@ def infer(
     Raises:
         ValueError: When an argument is out of range or does not fit the others; when the result
             has not one row per node, naming the rank.
+        OSError: When ``out`` is a folder, or in none, before anything is computed; when it can't
+            be written.
         StoreError, WorkerError: When ``memory`` does not suffice.
     """
     comm, is_part = current(), _is_part(data)
@@ -114,8 +116,8 @@ def infer(
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     if forward is not None and not callable(forward):
         raise TypeError(f"forward={forward!r} must be a function of model and data")
-    if out is not None and os.path.isdir(out):
-        raise IsADirectoryError(errno.EISDIR, "Is a folder; give the name of a .npy file", str(out))
+    if out is not None:
+        _check_out(Path(out))
     if not is_part and (memory is not None or parts is not None):
         return _in_parts(
             model, data, out, memory, parts, workers, store, forward, node_type, policy
@@ -171,6 +173,21 @@ def _check(
             f"Expected 'node_type' to be one of {data.node_types} for a HeteroData (got "
             f"{node_type!r} at rank {comm.rank})"
         )
+
+
+def _check_out(path: Path) -> None:
+    """Raises before anything is computed where the result could not be written."""
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "Is a folder; give the name of a .npy file", str(path)
+        )
+    if path.suffix != ".npy":
+        raise ValueError(
+            f"Expected 'out' to be the name of a .npy file (got {str(path)!r} at rank "
+            f"{current().rank}); pyg-sar predict also writes tables, .parquet or .csv"
+        )
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder", str(path.absolute().parent))
 
 
 # One pass #####################################################################
