@@ -27,7 +27,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import WorkerError
-from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
+from pyg_sar.files import TemporaryFolder, check_folder, check_type, check_whole, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.storage import add_attributes, write_partitions
@@ -161,10 +161,8 @@ def _check(
     if memory is None and parts is None and (store is not None or workers != 1):
         name, value = ("store", store) if store is not None else ("workers", workers)
         raise ValueError(f"{name}={value!r} is for parts: pass memory= or parts=, too")
-    for name, count in (("parts", parts), ("workers", workers)):
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and (not whole or count < 1):
-            raise ValueError(f"Expected {name!r} to be an integer of at least 1 (got {count!r})")
+    check_whole("parts", parts, optional=True)
+    check_whole("workers", workers)
     check_folder("store", store)
     if isinstance(data, Data) and node_type is not None:
         raise ValueError(f"node_type={node_type!r} is for a HeteroData; 'data' has no node types")
@@ -428,8 +426,7 @@ def propagate_features(
         ValueError: When the graph has no features, or several node types, or an argument is wrong.
         PartitionError: On every worker, where the partition can't be read or written.
     """
-    if isinstance(K, bool) or not isinstance(K, int) or K < 1:
-        raise ValueError(f"Expected 'K' to be an integer >= 1 (got {K!r})")
+    check_whole("K", K)
     data = load_partition(parts)
     x = data.get("x") if isinstance(data, Data) else None
     if not isinstance(data, Data) or not isinstance(x, Tensor) or x.dim() != 2:
