@@ -115,11 +115,11 @@ def check_same_run(
 def _one_more(state: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yields the evaluation after the last epoch, where a run of more epochs would not have it.
 
-    It must have changed something: the best weights, the wait for better ones, or learning rates.
+    It must have changed what follows: the wait for better weights, or learning rates.
     """
     last, every = state["config"]["epochs"], now["eval_every"]
     plateau = now["schedule"] == "plateau" or "ReduceLROnPlateau" in now["scheduler"]
-    counts = state["best_epoch"] == last or now["patience"] is not None or plateau
+    counts = now["patience"] is not None or plateau
     if state["epoch"] == last < now["epochs"] and last % every and counts:
         yield (
             f"epochs={last}, after which it was evaluated, is now {now['epochs']}, with "
