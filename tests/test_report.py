@@ -145,7 +145,7 @@ def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_continues_the_lines(tmp_path):
-    first = make_trainer(Report(tmp_path / "r"))
+    first = make_trainer(Report(tmp_path / "r"), config=replace(CONFIG, restore_best=False))
     first.fit()
     first.save(tmp_path / "c")
     path = tmp_path / "r" / "metrics.jsonl"
