@@ -101,6 +101,19 @@ def check_type(name: str, value: object, kind: Any, wanted: str) -> None:
         raise TypeError(f"Expected '{name}' to be {wanted} (got {type(value).__name__})")
 
 
+def check_argument(fits: bool, name: str, value: object, wanted: str) -> None:
+    """Raises ``ValueError`` on an argument that does not fit."""
+    if not fits:
+        raise ValueError(f"Expected '{name}' to be {wanted} (got {value!r})")
+
+
+def check_whole(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
+    """Raises ``ValueError`` unless an argument is an integer, or ``None`` where it is optional."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    wanted = f"an integer of at least {least}" + (" or None" if optional else "")
+    check_argument(whole or (optional and value is None), name, value, wanted)
+
+
 def explained(error: Exception, path: Path) -> Exception:
     """Returns an error of writing as one that names the path that the user gave, and a remedy.
 

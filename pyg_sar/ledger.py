@@ -199,19 +199,19 @@ class Ledger(Shown):
 
     def by_peer(self) -> dict[int, dict[str, int]]:
         """Returns bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
-        table: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for (_, peer, _), number in counts.items():
-                table[peer][way] += number
-        return {peer: dict(row) for peer, row in table.items()}
+        return self._by(1)
 
     def by_transport(self) -> dict[str, dict[str, int]]:
         """Returns bytes per transport (a backend's, or ``'shared memory'``), as :meth:`by_peer`."""
-        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        return self._by(2)
+
+    def _by(self, place: int) -> dict[Any, dict[str, int]]:
+        """Returns bytes by one of the parts of what they are counted under."""
+        table: defaultdict[Any, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for (_, _, transport), number in counts.items():
-                table[transport][way] += number
-        return {transport: dict(row) for transport, row in table.items()}
+            for key, number in counts.items():
+                table[key[place]][way] += number
+        return {name: dict(row) for name, row in table.items()}
 
     def summary(self) -> dict[str, Any]:
         """Returns everything as plain values that JSON can hold."""

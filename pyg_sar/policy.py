@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from pyg_sar.files import check_argument, check_whole
 
 #: How halo rows may travel.
 WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16", "int8", "int4", "int2")
@@ -125,46 +127,28 @@ class SARPolicy:
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in (1, 2, 3):
-            raise ValueError(f"Expected 'mode' to be 1, 2 or 3 (got {self.mode!r})")
-        if self.prefetch not in (0, 1):
-            raise ValueError(f"Expected 'prefetch' to be 0 or 1 (got {self.prefetch!r})")
-        if self.strategy not in ("auto", "chunked"):
+        for name, wanted in _CHOICES.items():
+            value = getattr(self, name)
+            said = ", ".join(map(repr, wanted[:-1])) + f" or {wanted[-1]!r}"
+            check_argument(value in wanted, name, value, said)
+        fits = isinstance(self.transform_first, bool)
+        check_argument(fits, "transform_first", self.transform_first, "True or False")
+        check_whole("refresh_every", self.refresh_every)
+        check_whole("measure_every", self.measure_every, optional=True)
+        check_whole("message_budget", self.message_budget, optional=True)
+        if self.refresh_every > 1 and self.mode != 3:
             raise ValueError(
-                f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
-            )
-        if self.push not in ("auto", "off"):
-            raise ValueError(f"Expected 'push' to be 'auto' or 'off' (got {self.push!r})")
-        if self.kernels not in ("auto", "off"):
-            raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
-        if self.wire not in WIRES:
-            raise ValueError(
-                f"Expected 'wire' to be one of {', '.join(map(repr, WIRES))} (got {self.wire!r})"
-            )
-        if not isinstance(self.transform_first, bool):
-            raise ValueError(
-                f"Expected 'transform_first' to be True or False (got {self.transform_first!r})"
-            )
-        if self.random not in (None, "same", "keyed"):
-            raise ValueError(
-                f"Expected 'random' to be 'same', 'keyed' or None (got {self.random!r})"
-            )
-        steps = self.refresh_every
-        if not _is_whole(steps) or steps < 1:
-            raise ValueError(f"Expected 'refresh_every' to be an integer >= 1 (got {steps!r})")
-        if steps > 1 and self.mode != 3:
-            raise ValueError(f"refresh_every={steps} needs mode=3 (got mode={self.mode})")
-        every = self.measure_every
-        if every is not None and (not _is_whole(every) or every < 1):
-            raise ValueError(
-                f"Expected 'measure_every' to be an integer >= 1 or None (got {every!r})"
-            )
-        budget = self.message_budget
-        if budget is not None and (not _is_whole(budget) or budget < 1):
-            raise ValueError(
-                f"Expected 'message_budget' to be a number of bytes >= 1 or None (got {budget!r})"
+                f"refresh_every={self.refresh_every} needs mode=3 (got mode={self.mode})"
             )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "mode": (1, 2, 3),
+    "prefetch": (0, 1),
+    "strategy": ("auto", "chunked"),
+    "push": ("auto", "off"),
+    "kernels": ("auto", "off"),
+    "wire": WIRES,
+    "random": ("same", "keyed", None),
+}
+"""Settings of a policy that are one of a few values."""

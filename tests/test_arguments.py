@@ -183,5 +183,10 @@ def test_distribute_infer_plan_and_pairs(tmp_path):
         pyg_sar.infer(net(), graph(), node_type="a")
     with pytest.raises(IsADirectoryError, match="give the name of a .npy file"):
         pyg_sar.infer(net(), graph(), out=tmp_path)
+    never = lambda *given: pytest.fail("computed")  # noqa: E731
+    with pytest.raises(ValueError, match="'out' to be the name of a .npy file .got '.*x.txt'"):
+        pyg_sar.infer(net(), graph(), out=tmp_path / "x.txt", forward=never)
+    with pytest.raises(FileNotFoundError, match="No such folder: '.*nowhere'"):
+        pyg_sar.infer(net(), graph(), out=tmp_path / "nowhere" / "x.npy", forward=never)
     with pytest.raises(ValueError, match="bandwidth='1Gb' must be a positive number"):
         pyg_sar.plan(net(), "p", bandwidth="1Gb")

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import some
-from oracle import ALL_POLICIES, BUDGET, MODES, error, node_losses, set_policy, whole, workers
+from oracle import (
+    ALL_POLICIES,
+    BUDGET,
+    MODES,
+    error,
+    make_graph,
+    node_losses,
+    parts,
+    set_policy,
+    whole,
+    workers,
+)
 from torch import Tensor
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import (
@@ -226,3 +237,38 @@ def test_targets_without_rows(tmp_path):
     expected = run(layer, whole_data, size=(SOURCES, TARGETS))
     for found in workers(worker, 2):
         assert error(found, expected) <= 1e-10
+
+
+class Sources(MessagePassing):
+    """A layer whose message reads nothing of the targets."""
+
+    def forward(self, x: tuple[Tensor, Tensor], edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+
+def _some_targets(root: Path) -> list[str]:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, OUT)
+    layers = [SAGEConv(6, OUT), GATConv((6, 6), OUT, add_self_loops=False), GINConv(linear)]
+    layers += [GraphConv((6, 6), OUT), TransformerConv((6, 6), OUT), Sources()]
+    x, texts = data.x, []
+    edges = data.edge_index[:, data.edge_index[1] < 10]
+    for layer in (pyg_sar.distribute(layer.double()) for layer in layers):
+        out = whole(layer((x, x), edges)[:10])
+        for few in (x[:10], x[:1], torch.ones(10, 6, dtype=x.dtype)):
+            with pytest.raises(ValueError, match="to hold the .* of rank") as caught:
+                layer((x, few), edges)
+            texts.append(str(caught.value))
+        assert torch.equal(whole(layer((x, x), edges)[:10]), out)
+    return texts
+
+
+def test_the_first_targets_alone_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    """PyG's output then has the rows of these alone, even where the message reads none of them."""
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+    for texts in parts(_some_targets, 2, tmp_path / "parts"):
+        assert len(texts) == 18 and all("layer((h, h), edge_index)[:k]" in text for text in texts)

@@ -308,6 +308,18 @@ def test_policies_are_frozen_and_keyword_only():
 # What it refuses #############################################################
 
 
+def test_attributes_that_hold_themselves_are_refused() -> None:
+    def work() -> str:
+        layer = gnn.SAGEConv(4, 3)
+        layer.things = [1]
+        layer.things.append({"inner": layer.things})
+        with pytest.raises(ValueError, match="attribute 'things' is a list that holds itself") as e:
+            pyg_sar.distribute(layer)
+        return str(e.value)
+
+    assert all("take it out of the model" in text for text in workers(work, 2))
+
+
 def test_lazy_parameters_are_refused():
     model = torch.nn.ModuleDict({"conv": gnn.SAGEConv(-1, 4)})
 

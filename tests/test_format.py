@@ -17,7 +17,7 @@ import pyg_sar
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition import schema
 from pyg_sar.partition.metadata import read_metadata
-from pyg_sar.partition.schema import KINDS, SIZES, TENSORS, PartTensor, format_table
+from pyg_sar.partition.schema import KINDS, SIZES, TENSORS, PartTensor
 from pyg_sar.partition.storage import merge_partitions, part_file, read_part
 
 PARTS = 3
@@ -25,6 +25,25 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The table's digest in each version: where it changes, partitions of before don't fit it.
 VERSIONS = {6: "8d385a8c252cacea"}
+
+
+def format_table() -> str:
+    """Returns the format's table in Markdown, as docs/partitioning.md has it."""
+    titles = ("tensor", "of", "dtype", "shape", "values", "content", "read by")
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for tensor in TENSORS:
+        kinds = ", ".join(KINDS[kind] for kind in tensor.kinds)
+        shape = ", ".join(map(str, tensor.shape))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rules = ["below " + "; ".join(tensor.below)] if tensor.below else []
+        rules += ["ascending"] * tensor.ascends + ["each in one part"] * tensor.once
+        if tensor.counted_by:
+            rules.append(f"ascending in the runs of `{tensor.counted_by}`")
+        values = ", ".join(rules)
+        readers = ", ".join(f"`{name.replace('.', '/')}.py`" for name in tensor.read_by)
+        cells = [f"`{tensor.name}`", kinds, dtype, f"[{shape}]", values, tensor.content, readers]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def digest() -> str:

@@ -335,7 +335,7 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str):
         change["pos"][3] = torch.nan
     with pytest.raises(ValueError, match=message):
         radius_graph(**{"pos": POSITIONS, "r": 1.0, **change})
-    with pytest.raises(ValueError, match="Expected 'k' to be an integer >= 1"):
+    with pytest.raises(ValueError, match="Expected 'k' to be an integer of at least 1"):
         knn_graph(POSITIONS, 0)
 
 

@@ -284,7 +284,7 @@ def test_arguments_that_do_not_fit(partitions: Partitions):
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"store": "."}, "store='.' is for parts: pass memory= or parts="),
         ({"workers": 2}, "workers=2 is for parts"),
-        ({"parts": 0}, "'parts' to be an integer of at least 1 .got 0"),
+        ({"parts": 0}, "'parts' to be an integer of at least 1 or None .got 0"),
         ({"parts": 2, "workers": True}, "'workers' to be an integer of at least 1 .got True"),
         ({"memory": "lots"}, "memory='lots' must be"),
     ]

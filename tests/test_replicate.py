@@ -680,7 +680,7 @@ def test_replicas_of_a_device_mesh():
 
 def test_numbers_of_replicas_that_make_no_sense():
     for given, message in (
-        ({"replicas": 0}, "replicas=0 must be an integer of at least 1"),
+        ({"replicas": 0}, "'replicas' to be an integer of at least 1"),
         ({"replicas": 2}, "replicas=2 of launch.*3 workers can't be divided"),
     ):
         with pytest.raises(ValueError, match=message):

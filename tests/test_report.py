@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -127,8 +128,24 @@ def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
         make_trainer(Report(tmp_path / "b", config={"a": object()})).fit()
 
 
+def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
+    """A file of no line would be taken for another run's report."""
+
+    def full(path: Path, write: Any) -> None:
+        write(tmp_path / "size")
+        if (tmp_path / "size").stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        path.touch()
+
+    with monkeypatch.context() as patch, pytest.raises(ReportError, match="No space left"):
+        patch.setattr(report, "replace_file", full)
+        make_trainer(Report(tmp_path / "report")).fit()
+    assert not list((tmp_path / "report").iterdir())
+    make_trainer(Report(tmp_path / "report")).fit()
+
+
 def test_a_resumed_run_continues_the_lines(tmp_path):
-    first = make_trainer(Report(tmp_path / "r"))
+    first = make_trainer(Report(tmp_path / "r"), config=replace(CONFIG, restore_best=False))
     first.fit()
     first.save(tmp_path / "c")
     path = tmp_path / "r" / "metrics.jsonl"

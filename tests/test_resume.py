@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -278,6 +279,59 @@ def test_other_graphs_are_refused_by_name(partitions, tmp_path):
         Trainer(model, smaller, CONFIG).resume(path)
     with pytest.raises(CheckpointError, match="it is of another model"):
         Trainer(model, small_graph(dtype=torch.float64), CONFIG).resume(path)
+
+
+def test_other_graphs_to_evaluate_on_are_refused(tmp_path):
+    data, other = (small_graph(n, dtype=torch.float64) for n in (NODES, 30))
+    del data.val_mask
+    moved = copy.copy(other)
+    moved.edge_index = other.edge_index.flip(0)
+
+    def trainer(on: Any) -> Trainer:
+        model = build_model("sage", FEATURES, 4, CLASSES).double()
+        return Trainer(model, data, CONFIG, evaluate_on={"val": on})
+
+    trainer(other).save(path := tmp_path / "c")
+    trainer(other).resume(path)
+    for on, text in ((moved, "other ends of edges"), ([other, other], "other number of nodes")):
+        with pytest.raises(CheckpointError, match=f"was evaluated on other graphs: {text}"):
+            trainer(on).resume(path)
+        trainer(on).resume(path, allow_changes=True)
+
+
+def test_one_evaluation_more_than_without_a_stop_is_refused(tmp_path):
+    """The last epoch is evaluated, which patience and a plateau would not have seen so early.
+
+    Neither does a run go on from best weights, which fit() leaves in the place of the last.
+    """
+
+    def trainer(epochs: int, restore_best: bool = False, **options: Any) -> Trainer:
+        torch.manual_seed(0)
+        rest = {"eval_every": 2, "seed": 0, "restore_best": restore_best, **options}
+        config = TrainConfig(epochs=epochs, **rest)
+        return Trainer(build_model("sage", FEATURES, 4, CLASSES), small_graph(), config)
+
+    for epochs, options in ((3, {"patience": 9}), (1, {"schedule": "plateau"})):
+        first = trainer(epochs, **options)
+        first.fit()
+        first.save(path := tmp_path / "c")
+        trainer(epochs, **options).resume(path)
+        more = trainer(6, **options)
+        with pytest.raises(CheckpointError, match=f"epochs={epochs}, after which it was evaluated"):
+            more.resume(path)
+        more.resume(path, allow_changes=True)
+    first = trainer(4, restore_best=True)
+    first.fit()
+    first.save(path)
+    more, whole = trainer(6), trainer(6)
+    with pytest.raises(CheckpointError, match="weights of epoch 2 in the place of"):
+        more.resume(path)
+    first = trainer(4)
+    first.fit()
+    first.save(path)
+    more.resume(path)
+    results = [replace(one.fit(), seconds=0.0) for one in (more, whole)]
+    assert results[0] == results[1]
 
 
 def test_what_cannot_be_shown_to_be_the_same_graph_is_refused(partitions, tmp_path):

@@ -195,7 +195,7 @@ def test_in_a_training(root: Path):
 
 def test_what_is_not_supported_is_refused(root: Path, graph: Data):
     for options in ({"refresh_every": 0}, {"refresh_every": True}, {"refresh_every": 1.5}):
-        with pytest.raises(ValueError, match="'refresh_every' to be an integer >= 1"):
+        with pytest.raises(ValueError, match="'refresh_every' to be an integer of at least 1"):
             SARPolicy(mode=3, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"refresh_every=2 needs mode=3 \(got mode=1\)"):
         SARPolicy(refresh_every=2)

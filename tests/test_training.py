@@ -83,9 +83,9 @@ def test_gat_has_the_papers_shape():
     ("changes", "message"),
     [
         ({"name": "gatt"}, "'name' to be one of"),
-        ({"hidden": 0}, "'hidden' to be an integer >= 1"),
+        ({"hidden": 0}, "'hidden' to be an integer of at least 1"),
         ({"hidden": 12}, "to be a multiple of heads=8"),
-        ({"layers": 2.5}, "'layers' to be an integer >= 1"),
+        ({"layers": 2.5}, "'layers' to be an integer of at least 1"),
         ({"dropout": 1.0}, r"'dropout' to be in \[0, 1\)"),
         ({"norm": "instance"}, "'norm' to be one of"),
     ],

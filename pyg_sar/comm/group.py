@@ -49,6 +49,7 @@ from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.files import check_whole
 from pyg_sar.ledger import Label
 from pyg_sar.store.pager import keep_freed
 from pyg_sar.wording import counted
@@ -320,9 +321,7 @@ def check_init(backend: str | None, timeout: float, replicas: int | None = None)
         TRANSPORTS[backend].check()
     if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
-    whole = isinstance(replicas, int) and not isinstance(replicas, bool)
-    if replicas is not None and not (whole and replicas >= 1):
-        raise ValueError(f"replicas={replicas!r} must be an integer of at least 1")
+    check_whole("replicas", replicas, optional=True)
 
 
 def check_replicas(replicas: int, world: int, backend: str | None = None, who: str = "") -> None:

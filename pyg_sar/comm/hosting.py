@@ -27,6 +27,7 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.errors import PygSarError
+from pyg_sar.files import check_whole
 from pyg_sar.wording import counted
 
 T = TypeVar("T")
@@ -36,10 +37,7 @@ M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
 
 def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
     """Raises ``ValueError`` where workers can't host parts."""
-    if not isinstance(parts, int) or isinstance(parts, bool):
-        raise ValueError(f"parts={parts!r} must be an integer")
-    if parts < 1:
-        raise ValueError(f"parts={parts} must be at least 1")
+    check_whole("parts", parts)
     if backend == TRANSPORT:
         raise ValueError(
             f"parts={parts} are asked for within a part, which hosts none; call "

@@ -39,7 +39,7 @@ from pyg_sar.comm.store import host_store
 from pyg_sar.comm.turns import ProcessState
 from pyg_sar.comm.watch import HALTED, read_limits
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.files import check_folder
+from pyg_sar.files import check_folder, check_whole
 from pyg_sar.store.host_store import PINNED
 
 T = TypeVar("T")
@@ -210,10 +210,8 @@ def run(
 
 def _check(fn: Any, num_workers: Any, threads_per_worker: Any, env: Any) -> None:
     _check_function(fn)
-    for name, number in (("num_workers", num_workers), ("threads_per_worker", threads_per_worker)):
-        whole = isinstance(number, int) and not isinstance(number, bool)
-        if (number is not None or name == "num_workers") and (not whole or number < 1):
-            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+    check_whole("num_workers", num_workers)
+    check_whole("threads_per_worker", threads_per_worker, optional=True)
     if env is not None and not (
         isinstance(env, Mapping)
         and all(isinstance(text, str) for row in env.items() for text in row)

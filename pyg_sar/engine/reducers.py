@@ -15,13 +15,13 @@ from pyg_sar.space.shard import Tile
 
 
 def present(value: Tensor | None) -> Tensor:
-    """A state that the first tile made.
+    """A tensor that an earlier step made: a state of the first tile, say.
 
     Raises:
-        RuntimeError: When there was none.
+        RuntimeError: When there is none.
     """
     if value is None:
-        raise RuntimeError("The reducer has not seen a tile yet")
+        raise RuntimeError("A tensor that an earlier step makes is not there")
     return value
 
 

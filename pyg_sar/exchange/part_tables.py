@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.comm.backends import to_bytes
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.issuer import Work
 from pyg_sar.exchange.row_plan import RowPlan, Turn, gap_of, joined_runs, plan_rows, spread
 from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
-from pyg_sar.store.row_file import RowFile, as_bytes
+from pyg_sar.store.row_file import RowFile
 from pyg_sar.wording import counted
 
 _Ints = NDArray[Any]
@@ -488,7 +489,7 @@ class StoredTables(Tables):
         first, row = self.plan.rows.first, self._row_bytes[number]
 
         def read(start: int, stop: int, out: Tensor) -> None:
-            data = as_bytes(out)
+            data = to_bytes(out)
             part = int(np.searchsorted(first, start, side="right")) - 1
             while start < stop:
                 end = min(stop, int(first[part + 1]))
@@ -516,7 +517,7 @@ class StoredTables(Tables):
         for number, message in enumerate(messages):
             self._caches[number].publish(part, message)
             if self.plan.written[part]:
-                data = as_bytes(message)
+                data = to_bytes(message)
                 place = self._places[number][part] = self._file.allocate(data.numel())
                 self._file.write(place, data)
 

@@ -111,7 +111,8 @@ def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: in
         raise ValueError(
             f"Expected '{name}' to hold the {counted(nodes, 'nodes')} of rank {rank} "
             f"on its axis {axis} (got shape {list(value.shape)}): pass a tensor of the graph's "
-            "nodes, with a row for each of them"
+            "nodes, with a row for each of them (in place of layer((h, h[:k]), edge_index) say "
+            "layer((h, h), edge_index)[:k])"
         )
 
 

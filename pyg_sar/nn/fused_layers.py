@@ -420,11 +420,5 @@ def terms_together(
     if not _is_projection(query, value, query_weight):
         value, key = _Together.apply(value, 1, key.detach(), key_weight)
         return value, key, query
-    terms = key.detach(), _present(query).detach()
-    return _Together.apply(value, 2, *terms, key_weight, query_weight)
-
-
-def _present(term: Tensor | None) -> Tensor:
-    if term is None:
-        raise RuntimeError("A score term that was found is not there")
-    return term
+    assert query is not None  # It is a projection.
+    return _Together.apply(value, 2, key.detach(), query.detach(), key_weight, query_weight)

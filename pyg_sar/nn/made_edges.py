@@ -268,7 +268,7 @@ def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTenso
     x = given.get("x")
     nothing = isinstance(x, tuple | list) and all(end is None for end in x)
     if nothing or "x" not in given:
-        x = _nodes(layer, made, given)
+        x = _read(layer, given) or _nodes(layer, made, given)
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
         return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
     if isinstance(x, Tensor):
@@ -282,6 +282,19 @@ def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTenso
     if target is None and given.get("size") is not None:
         target = given["size"][1]
     return None if target is None else _joined(layer, x[0], target)
+
+
+def _read(layer: Any, given: dict[str, Any]) -> list[Any] | None:
+    """Returns a tensor of the source nodes and one of the target nodes, as a message reads them.
+
+    So HGTConv passes ``k``, read as ``k_j``, and ``q``, read as ``q_i``.
+    """
+    asked = layer.inspector.get_flat_param_names(["message", "edge_update"])
+    found = []
+    for end in "ji" if layer.flow == "source_to_target" else "ij":
+        values = (given.get(name[:-2]) for name in asked if name[-2:] == f"_{end}")
+        found.append(next((value for value in values if isinstance(value, NodeTensor)), None))
+    return None if found[0] is None or found[1] is None else found
 
 
 def _nodes(layer: Any, made: Tensor, given: dict[str, Any]) -> Any:

@@ -63,6 +63,7 @@ from pyg_sar.nn.propagation import (
     JoinsOfNothing,
     as_kept,
     charged,
+    check_pairs,
     first_target_filled,
     in_first_order,
     keeping_rows,
@@ -222,6 +223,7 @@ class DistMessagePassing(MessagePassing):
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)
         size = known_size(edge_index, size, self)
+        check_pairs(edge_index, kwargs, self)
         with charged([] if edge_index.plan.context.layer else [edge_index], self.ledger_name):
             strategy, reason = self._strategy()
             choice = Chooser(self, edge_index, kwargs).choice(strategy, reason)
@@ -250,6 +252,12 @@ class DistMessagePassing(MessagePassing):
         if self._one_shot_call or self.explain or not plan.context.layer:
             return None
         hooks = tuple(self._propagate_forward_pre_hooks), tuple(self._propagate_forward_hooks)
+        pairs = [v for v in kwargs.values() if isinstance(v, tuple | list) and v]
+        nodes = plan.num_local if edge_index.targets is None else edge_index.targets
+        axis = int(self.node_dim)
+        for target in [v[1] for v in pairs if len(v) == 2]:
+            if isinstance(target, Tensor) and target.shape[axis : axis + 1 or None] != (nodes,):
+                return None  # check_pairs() refuses it.
         tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
         tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
         own, devices = type(self), sorted({v.device.type for v in tensors})

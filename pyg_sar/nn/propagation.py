@@ -32,7 +32,7 @@ from pyg_sar.message.decompose import decompose
 from pyg_sar.message.dependence import norms_over_rows
 from pyg_sar.message.layer_facts import facts_of, standing_in
 from pyg_sar.message.message_checks import maximum, row_levels
-from pyg_sar.message.program import STAND_INS, DeferredEdge
+from pyg_sar.message.program import STAND_INS, DeferredEdge, check_nodes
 from pyg_sar.message.row_wise import SIZE_NAMES
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 from pyg_sar.space.joint_index import widened
@@ -161,6 +161,24 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
                 "numbers of nodes, or leave 'size' out"
             )
     return known
+
+
+def check_pairs(edge_index: DistEdgeIndex, kwargs: dict[str, Any], layer: Any) -> None:
+    """Refuses pairs of tensors of other nodes than the edges' ends, whatever the message reads.
+
+    PyG takes the numbers of nodes from both: with ``(h, h[:10])`` its output has 10 rows.
+
+    Raises:
+        ValueError: A tensor has not a row for each node of its end.
+    """
+    plan = edge_index.plan
+    for name, pair in kwargs.items():
+        if isinstance(pair, tuple | list) and len(pair) == 2:
+            asked = layer.inspector.get_flat_param_names(["message", "edge_update", "aggregate"])
+            read = f"{name}_i" in asked or f"{name}_j" in asked
+            for value, nodes in zip(pair, (plan.num_local, edge_index.num_targets), strict=True):
+                if read and isinstance(value, Tensor):
+                    check_nodes(value, layer.node_dim, nodes, name, plan.rank)
 
 
 def stand_ins(edge_index: DistEdgeIndex) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.exchange.gather import halo_reduce, plans_of_subsets
+from pyg_sar.files import check_whole
 from pyg_sar.ledger import Label
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.space.distributed_index import DistEdgeIndex, Order, Partial, dist_edge_index, plain
@@ -83,8 +84,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
         IndexError: When they are ids of no nodes.
     """
     edges = distributed_edges(data)
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
+    check_whole("num_layers", num_layers)
     hop = _hops(edges.index, _mask(seeds, edges.targets), num_layers)
     return _flow(data, edges, hop, _turns(edges.index, hop), num_layers, whole=True)
 

@@ -328,22 +328,3 @@ def global_ids(kind: str, rows: PartTensors, sources: Tensor, targets: Tensor) -
         return sources[rows["ids"]]
     source, target = rows["edge_index"]
     return torch.stack([torch.cat([sources, rows["halo_n_id"]])[source], targets[target]])
-
-
-def format_table() -> str:
-    """Returns the format's table in Markdown, as docs/partitioning.md has it."""
-    titles = ("tensor", "of", "dtype", "shape", "values", "content", "read by")
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    for tensor in TENSORS:
-        kinds = ", ".join(KINDS[kind] for kind in tensor.kinds)
-        shape = ", ".join(map(str, tensor.shape))
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        rules = ["below " + "; ".join(tensor.below)] if tensor.below else []
-        rules += ["ascending"] * tensor.ascends + ["each in one part"] * tensor.once
-        if tensor.counted_by:
-            rules.append(f"ascending in the runs of `{tensor.counted_by}`")
-        values = ", ".join(rules)
-        readers = ", ".join(f"`{name.replace('.', '/')}.py`" for name in tensor.read_by)
-        cells = [f"`{tensor.name}`", kinds, dtype, f"[{shape}]", values, tensor.content, readers]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

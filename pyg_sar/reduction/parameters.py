@@ -299,7 +299,13 @@ def attribute_rows(model: torch.nn.Module, settings: bool = False) -> list[str]:
         for name, value in sorted(vars(module).items()):
             local = name.startswith("_") or name in _LOCAL
             local = local or (settings and name not in _arguments(kind))
-            text = None if local or isinstance(value, Tensor) else plain(value)
+            try:
+                text = None if local or isinstance(value, Tensor) else plain(value)
+            except RecursionError as error:
+                raise ValueError(
+                    f"The model's attribute '{start}{name}' is a {type(value).__name__} that holds "
+                    "itself, which can't be compared between workers: take it out of the model"
+                ) from error
             if text is not None:
                 rows.append(f"{start}{name}: {text}")
     return rows

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pyg_sar.errors import StoreError
@@ -183,8 +182,3 @@ class RowFile:
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, ``uint8 [n]``."""
-    return tensor.detach().reshape(-1).view(torch.uint8)

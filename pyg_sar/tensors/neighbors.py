@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.files import check_whole
 from pyg_sar.tensors.boundary import rows_of
 from pyg_sar.tensors.distributing import edges_at_targets
 from pyg_sar.tensors.node_tensor import NodeTensor, rule, whole
@@ -202,8 +203,7 @@ def knn_graph(
             length, other arguments than on another worker.
     """
     points, groups = _points("knn_graph", "x", x, batch)
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"knn_graph: Expected 'k' to be an integer >= 1 (got {k!r})")
+    check_whole("k", k)
     own = _own("knn_graph", x, [k, bool(loop), bool(cosine)])
     if cosine:
         points = _directions(points)

@@ -33,7 +33,7 @@ from pyg_sar.tensors.operands import (
     wrap,
 )
 from pyg_sar.tensors.pointwise import by_element, ids_of
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import Rows, every_rows
 
 
 def _dims(source: Tensor, dim: Any) -> list[int]:
@@ -221,13 +221,26 @@ def _ids(source: NodeTensor) -> Tensor:
     return source.rows.ids.to(source.device).view(shape)
 
 
-def _with_place(op: str, source: NodeTensor, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Returns extremes along the rows, and the first place that has each, or has NaN."""
-    local, rows, dims = source.local, source.rows, [source.axis]
+def _with_place(
+    op: str, source: NodeTensor, keepdim: bool, flat: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns extremes along the rows, and the first place that has each, or has NaN.
+
+    With ``flat`` those of all numbers, which are counted through.
+    """
+    local, rows, ids, dims = source.local, source.rows, _ids(source), [source.axis]
+    if flat:
+        dims = list(range(source.dim()))
+        steps = [math.prod(source.shape[d + 1 :]) for d in dims]
+        ids = ids * steps[source.axis]
+        for d, n in enumerate(source.shape):
+            if d != source.axis:
+                at = torch.arange(n, device=local.device).view(-1, *[1] * (dims[-1] - d))
+                ids = ids + at * steps[d]
     found = extreme(_largest(local, dims, True, op), rows, op)
-    places = torch.where((local == found) | (local != local), _ids(source), rows.total)
+    places = torch.where((local == found) | (local != local), ids, source.numel())
     first = extreme(_largest(places, dims, True, "min"), rows, "min")
-    return (found, first) if keepdim else (found.squeeze(dims[0]), first.squeeze(dims[0]))
+    return (found, first) if keepdim else (found.squeeze(dims), first.squeeze(dims))
 
 
 @reduction("max", "amax")
@@ -321,17 +334,21 @@ def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
 # Along an axis ################################################################
 
 
-@rule("_softmax", "_log_softmax")
+@rule("_softmax", "_log_softmax", "_safe_softmax")
 def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
-    source = given["self"]
+    source, name = given["self"], func._schema.name
     if given["dim"] % source.dim() != source.axis or not source.numel():
         return _along(func, args, kwargs)
     kind = _kind_of(func, given, source)
-    rows, dims, local = source.rows, [source.axis], widened(source.local)
-    local = local - extreme(_largest(local, dims, True, "max"), rows, "max")
+    rows, dims, local = source.rows, [source.axis], widened(source.local.to(kind))
+    top = extreme(_largest(local, dims, True, "max"), rows, "max")
+    nothing = top == float("-inf")
+    local = local - (top.masked_fill(nothing, 0) if "safe" in name else top)
     total = summed(local.exp().sum(dims, True), rows)
-    out = local - total.log() if "log" in func._schema.name else local.exp() / total
+    out = local - total.log() if "log" in name else local.exp() / total
+    if "safe" in name:
+        out = out.masked_fill(nothing, 0)
     return wrap(out.to(kind), rows, source.axis)
 
 
@@ -339,10 +356,43 @@ def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
 def _place(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     source, dim = given["self"], given["dim"]
-    if dim is None or dim % source.dim() != source.axis or not source.numel():
+    flat = dim is None
+    if not source.numel() or not (flat or dim % source.dim() == source.axis):
         return _along(func, args, kwargs)
     _kind_of(func, given, source)
-    return _with_place(func._schema.name[-3:], source, given["keepdim"])[1]
+    return _with_place(func._schema.name[-3:], source, given["keepdim"], flat)[1]
+
+
+@rule("aminmax")
+def _both_extremes(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source, dim = given["self"], given["dim"]
+    if not source.numel() or not (dim is None or dim % source.dim() == source.axis):
+        return _along(func, args, kwargs)
+    _kind_of(func, given, source)
+    found = (
+        extreme(_largest(source.local, _dims(source, dim), given["keepdim"], op), source.rows, op)
+        for op in ("min", "max")
+    )
+    return tuple(found)
+
+
+@rule("topk")
+def _top(func: Any, args: Any, kwargs: Any) -> Any:
+    """Merges the largest of each worker. Which of equal numbers PyTorch takes, all rows tell."""
+    given = arguments(func, args, kwargs)
+    source, k, largest = given["self"], given["k"], given["largest"]
+    axis, rows = source.axis, source.rows
+    if given["dim"] % source.dim() != axis or not 0 < k < rows.total:
+        return _along(func, args, kwargs)
+    values, places = source.local.topk(min(k + 1, rows.count), axis, largest)
+    ids = _ids(source).expand(source.local.shape).gather(axis, places)
+    values, ids = (torch.cat(every_rows(t.movedim(axis, 0), rows.comm)) for t in (values, ids))
+    values, places = values.topk(k + 1, 0, largest)
+    distinct = (values[1:] < values[:-1]) if largest else (values[1:] > values[:-1])
+    if not bool(distinct.all()):  # Nor are NaN.
+        return by_gathering(func, args, kwargs)
+    return tuple(t[:k].movedim(0, axis) for t in (values, ids.gather(0, places)))
 
 
 @rule("flip", "roll")
@@ -393,8 +443,8 @@ def _cumulated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(
-    *("_safe_softmax", "sort", "topk", "argsort", "cummax", "cummin", "kthvalue", "median"),
-    *("mode", "aminmax", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
+    *("sort", "argsort", "cummax", "cummin", "kthvalue", "median"),
+    *("mode", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
 )

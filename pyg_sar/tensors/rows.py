@@ -416,10 +416,7 @@ class Rows:
             inner = torch.arange(width, device=own.device)
             return (own.view(-1, 1) * width + inner).view(-1)
 
-        make = lambda: Rows(self.comm, self.total * width, self.count * width, ids)  # noqa: E731
-        rows: Rows = self.keep(("width", width), None, make)
-        rows.origins["widened", width] = self
-        return rows
+        return self._more("widened", width, ids)
 
     def repeated(self, times: int) -> Rows:
         """Returns the rows of a tensor in which these follow each other ``times`` times over."""
@@ -429,9 +426,13 @@ class Rows:
             first = torch.arange(times, device=own.device) * self.total
             return (first.view(-1, 1) + own).view(-1)
 
+        return self._more("repeated", times, ids)
+
+    def _more(self, how: str, times: int, ids: Callable[[], Tensor]) -> Rows:
+        """Returns the layout of so many times as many rows, of which it is kept what they were."""
         make = lambda: Rows(self.comm, self.total * times, self.count * times, ids)  # noqa: E731
-        rows: Rows = self.keep(("times", times), None, make)
-        rows.origins["repeated", times] = self
+        rows: Rows = self.keep((how, times), None, make)
+        rows.origins[how, times] = self
         return rows
 
     def share(self, total: int) -> Rows:

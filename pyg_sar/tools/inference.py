@@ -27,7 +27,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import WorkerError
-from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
+from pyg_sar.files import TemporaryFolder, check_folder, check_type, check_whole, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.storage import add_attributes, write_partitions
@@ -106,6 +106,8 @@ def infer(
     Raises:
         ValueError: When an argument is out of range or does not fit the others; when the result
             has not one row per node, naming the rank.
+        OSError: When ``out`` is a folder, or in none, before anything is computed; when it can't
+            be written.
         StoreError, WorkerError: When ``memory`` does not suffice.
     """
     comm, is_part = current(), _is_part(data)
@@ -114,8 +116,8 @@ def infer(
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     if forward is not None and not callable(forward):
         raise TypeError(f"forward={forward!r} must be a function of model and data")
-    if out is not None and os.path.isdir(out):
-        raise IsADirectoryError(errno.EISDIR, "Is a folder; give the name of a .npy file", str(out))
+    if out is not None:
+        _check_out(Path(out))
     if not is_part and (memory is not None or parts is not None):
         return _in_parts(
             model, data, out, memory, parts, workers, store, forward, node_type, policy
@@ -159,10 +161,8 @@ def _check(
     if memory is None and parts is None and (store is not None or workers != 1):
         name, value = ("store", store) if store is not None else ("workers", workers)
         raise ValueError(f"{name}={value!r} is for parts: pass memory= or parts=, too")
-    for name, count in (("parts", parts), ("workers", workers)):
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if count is not None and (not whole or count < 1):
-            raise ValueError(f"Expected {name!r} to be an integer of at least 1 (got {count!r})")
+    check_whole("parts", parts, optional=True)
+    check_whole("workers", workers)
     check_folder("store", store)
     if isinstance(data, Data) and node_type is not None:
         raise ValueError(f"node_type={node_type!r} is for a HeteroData; 'data' has no node types")
@@ -171,6 +171,21 @@ def _check(
             f"Expected 'node_type' to be one of {data.node_types} for a HeteroData (got "
             f"{node_type!r} at rank {comm.rank})"
         )
+
+
+def _check_out(path: Path) -> None:
+    """Raises before anything is computed where the result could not be written."""
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "Is a folder; give the name of a .npy file", str(path)
+        )
+    if path.suffix != ".npy":
+        raise ValueError(
+            f"Expected 'out' to be the name of a .npy file (got {str(path)!r} at rank "
+            f"{current().rank}); pyg-sar predict also writes tables, .parquet or .csv"
+        )
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder", str(path.absolute().parent))
 
 
 # One pass #####################################################################
@@ -411,8 +426,7 @@ def propagate_features(
         ValueError: When the graph has no features, or several node types, or an argument is wrong.
         PartitionError: On every worker, where the partition can't be read or written.
     """
-    if isinstance(K, bool) or not isinstance(K, int) or K < 1:
-        raise ValueError(f"Expected 'K' to be an integer >= 1 (got {K!r})")
+    check_whole("K", K)
     data = load_partition(parts)
     x = data.get("x") if isinstance(data, Data) else None
     if not isinstance(data, Data) or not isinstance(x, Tensor) or x.dim() != 2:

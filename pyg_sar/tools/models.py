@@ -29,6 +29,8 @@ import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Data
 
+from pyg_sar.files import check_whole
+
 Call = Callable[[nn.Module, Data], Any]
 """Calls a model with what a graph holds."""
 
@@ -217,8 +219,7 @@ def build_model(
 
 def _check_sizes(**sizes: int) -> None:
     for argument, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"Expected {argument!r} to be an integer >= 1 (got {value!r})")
+        check_whole(argument, value)
 
 
 # Models by name ###############################################################

@@ -46,7 +46,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.files import check_regular
 from pyg_sar.tools.graph_sources import safe_data_classes
-from pyg_sar.tools.tables import Array, ColumnFile, joined_ends
+from pyg_sar.tools.tables import Array, ColumnFile, arrow, joined_ends
 from pyg_sar.wording import counted
 
 
@@ -249,11 +249,7 @@ def _number(path: Path) -> int:
 
 def _rows(path: Path) -> Iterator[Array]:
     """Returns pieces of a table without a header, ``[n, columns]`` in float64."""
-    try:
-        import pyarrow  # type: ignore[import-untyped]
-        from pyarrow import csv
-    except ImportError as error:
-        raise ImportError(f"'{path}' needs pyarrow: pip install 'pyg_sar[ogb]'") from error
+    pyarrow, csv, _ = arrow(path)
     check_regular(path)
     with gzip.open(path, "rt") as file:
         names = [str(column) for column in range(file.readline().count(",") + 1)]

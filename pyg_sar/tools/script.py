@@ -39,7 +39,14 @@ from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
-from pyg_sar.tools.start import default_workers, levels_in, node_ids_of, tell_agent, was_launched
+from pyg_sar.tools.start import (
+    add_hosting,
+    default_workers,
+    levels_in,
+    node_ids_of,
+    tell_agent,
+    was_launched,
+)
 
 EXIT_INTERRUPT = 130
 
@@ -363,10 +370,7 @@ def add_run(command: argparse.ArgumentParser) -> None:
         "--workers", type=int, metavar="N", help=f"start N here (default: --parts, or {_WORKERS})"
     )
     group("--parts", type=int, metavar="N", help="parts of the graph (default: one per worker)")
-    group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
-    group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
-    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
-    group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
+    add_hosting(group)
     group(
         "--float64",
         action="store_true",

@@ -26,7 +26,7 @@ from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning
-from pyg_sar.files import TemporaryFolder, check_folder, check_type
+from pyg_sar.files import TemporaryFolder, check_folder, check_type, check_whole
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.partition.levels import check_levels, levels_of
@@ -166,9 +166,8 @@ def verify(
 def _check_arguments(
     model: Any, data: Any, policy: Any, call: Any, tolerance: Any, num_workers: Any, max_nodes: Any
 ) -> None:
-    for name, number in (("num_workers", num_workers), ("max_nodes", max_nodes)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"Expected '{name}' to be an integer of at least 1 (got {number!r})")
+    check_whole("num_workers", num_workers)
+    check_whole("max_nodes", max_nodes)
     kinds: tuple[tuple[str, Any, Any, str], ...] = (
         ("model", model, nn.Module, "a torch.nn.Module"),
         ("data", data, Data, "a Data, the graph; HeteroData can't be verified"),

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import CheckpointError, StoppedError
-from pyg_sar.files import spoken_bytes
+from pyg_sar.files import check_whole, spoken_bytes
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import EpochRecord, Scores, TrainResult
 from pyg_sar.train.trainer import Callback, Trainer
@@ -208,8 +208,7 @@ class CheckpointEvery(Callback):
         stop: SignalNotice | None = None,
         **extra: object,
     ) -> None:
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"Expected 'every' to be an integer of at least 1 (got {every!r})")
+        check_whole("every", every)
         if os.path.isdir(path):
             raise ValueError(f"path={os.fspath(path)!r} is a folder: give the name of a file")
         self.path = path

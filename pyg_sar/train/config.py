@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
+from pyg_sar.files import check_argument as _check
+from pyg_sar.files import check_whole
 from pyg_sar.wording import Shown, counted
 
 #: Names that :class:`TrainConfig` takes.
@@ -70,9 +72,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _check(whole and value >= least, name, value, f"a whole number of at least {least}")
+            check_whole(name, getattr(self, name), least)
         for name in ("patience", "seed"):
             value, least = getattr(self, name), int(name == "patience")
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -101,11 +101,6 @@ _WHOLE = {"epochs": 0, "warmup": 0, "step_size": 1, "eval_every": 1, "split": 0}
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check(good: bool, argument: str, value: object, wanted: str) -> None:
-    if not good:
-        raise ValueError(f"Expected {argument!r} to be {wanted} (got {value!r})")
 
 
 def _one_of(names: Iterable[str]) -> str:

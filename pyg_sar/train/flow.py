@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
+from pyg_sar.files import check_whole
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import distributed_edges, message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
@@ -209,8 +210,7 @@ class NeighborSampling:
 
     def __post_init__(self) -> None:
         size, numbers = self.batch_size, self.num_neighbors
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"Expected 'batch_size' to be an integer of at least 1 (got {size!r})")
+        check_whole("batch_size", size)
         several = isinstance(numbers, list | tuple) and len(numbers) > 0
         if not several or not all(type(n) is int and (n == -1 or n > 0) for n in numbers):
             raise ValueError(

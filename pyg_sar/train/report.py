@@ -163,8 +163,6 @@ class Report(Callback):
             foreign = [name for name in names if (self.folder / name).exists()]
             if foreign and not self.overwrite:
                 raise ValueError(f"{foreign[0]!r} is there, of no report; choose another folder")
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        replace_file(path, lambda file: file.write_text(text))
         settings = {
             "train": asdict(trainer.config),
             "workers": len(set(_worker_of(trainer.comm))),
@@ -178,7 +176,10 @@ class Report(Callback):
             "cpus": os.cpu_count(),
             "versions": _versions(),
         }
+        # Settings first: on a full disk they fail, and a file of no line would look like a report.
         write_json(self.folder / _SETTINGS, settings | self.config)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        replace_file(path, lambda file: file.write_text(text))
 
     def _is_unfinished(self, trainer: Trainer) -> bool:
         """Returns whether the folder holds what a run of these settings has begun."""

@@ -82,11 +82,19 @@ def check_same_run(
         allow_changes: Go on with others.
 
     Raises:
-        CheckpointError: For a file of something else, or other settings.
+        CheckpointError: For a file of something else, other settings, or other weights than those
+            of the last epoch.
     """
     state = saved.state
     if "counts" not in state or "config" not in state:
         raise CheckpointError(f"{name!r} was not saved by a Trainer")
+    if state.get("restored") and state["epoch"] < now["epochs"] and not allow_changes:
+        raise CheckpointError(
+            f"{name!r} was saved after fit(), which had put the weights of epoch "
+            f"{state['best_epoch']} in the place of those of epoch {state['epoch']}: save by the "
+            "callback CheckpointEvery, train with restore_best=False, or pass allow_changes=True "
+            "(--allow-changes)"
+        )
     before = state["config"]
     free = _FREE - ({"epochs"} if now["schedule"] == "cosine" else set())
     changes = [
@@ -96,10 +104,26 @@ def check_same_run(
     ]
     if not changes and "start" in state:  # Not in older files.
         changes = list(_other_start(state["start"], start))
+    changes += _one_more(state, now)
     if changes and not allow_changes:
         raise CheckpointError(
             f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
             "pass allow_changes=True (--allow-changes)"
+        )
+
+
+def _one_more(state: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the evaluation after the last epoch, where a run of more epochs would not have it.
+
+    It must have changed what follows: the wait for better weights, or learning rates.
+    """
+    last, every = state["config"]["epochs"], now["eval_every"]
+    plateau = now["schedule"] == "plateau" or "ReduceLROnPlateau" in now["scheduler"]
+    counts = now["patience"] is not None or plateau
+    if state["epoch"] == last < now["epochs"] and last % every and counts:
+        yield (
+            f"epochs={last}, after which it was evaluated, is now {now['epochs']}, with "
+            f"eval_every={every} (epochs that eval_every divides can be extended)"
         )
 
 
@@ -121,16 +145,19 @@ def check_same_graph(
     graph: Mapping[str, Any] | None,
     counts: Sequence[Sequence[int]],
     *,
+    evaluated: Mapping[str, Any] | None,
     allow_changes: bool,
 ) -> None:
-    """Compares the graph of a trainer with that of a checkpoint.
+    """Compares the graphs of a trainer with those of a checkpoint.
 
     Args:
         name: The file.
         saved: Its content.
         graph: The digest of this run's graph, if there is one.
         counts: Rows of targets of each worker, then those of each split.
-        allow_changes: Go on with another number of parts where nothing tells the graphs apart.
+        evaluated: The digest of the graphs that are only evaluated, if there is one.
+        allow_changes: Go on with another number of parts where nothing tells the graphs apart, or
+            with other graphs that are only evaluated.
 
     Raises:
         CheckpointError: For another graph, and for rows of nodes that can't be found in it.
@@ -148,6 +175,14 @@ def check_same_graph(
             f"{name!r} belongs to another graph or other splits: its workers held "
             f"{_shares(old)}, these hold {_shares(counts)}; other {', '.join(other)}"
         )
+    before_evaluated = saved.state.get("evaluated")  # Not in older files.
+    if evaluated is not None and before_evaluated is not None and not allow_changes:
+        other = [t for key, t in DIFFERENCES.items() if evaluated[key] != before_evaluated[key]]
+        if other:
+            raise CheckpointError(
+                f"{name!r} was evaluated on other graphs: other {', '.join(other)}; give the same "
+                "as evaluate_on, or pass allow_changes=True (--allow-changes)"
+            )
     if moved and (graph is None or before is None) and not allow_changes:
         raise CheckpointError(
             f"{name!r} is of {counted(saved.world_size, 'parts')}, this run has {size}, and it "

@@ -201,8 +201,8 @@ class Trainer:
         self.best: Scores | None = None
         self.final: Scores | None = None
         self.best_state: dict[str, Tensor] = {}
-        self._waited = 0
-        self._digest: list[dict[str, Any] | None] = []
+        self._waited, self._restored = 0, False
+        self._digests: list[dict[str, Any] | None] = []
         self.rows = Evaluation(
             graphs,
             {k: as_list(f"evaluate_on[{k!r}]", v) for k, v in (evaluate_on or {}).items()},
@@ -289,6 +289,7 @@ class Trainer:
                 callback.close()
         if self.config.restore_best and self.best_state:
             self.model.load_state_dict(self.best_state)
+            self._restored = self.best_epoch != self.epoch
         return result
 
     @property
@@ -457,9 +458,10 @@ class Trainer:
         state = {
             "config": self._settings(),
             "counts": self.rows.counts,
-            "graph": self._graph(),
+            **dict(zip(("graph", "evaluated"), self._graphs(), strict=True)),
             **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
+            "restored": self._restored,
             "start": self._start,
             "schedulers": self._schedule_state(),
             "extra": extra,
@@ -483,14 +485,16 @@ class Trainer:
 
         Raises:
             CheckpointError: on every worker, for an unfit file (:func:`load_checkpoint`), another
-                graph (nodes, edges, labels or splits), or other settings.
+                graph (nodes, edges, labels or splits) to train or to evaluate on, or other
+                settings.
         """
         # The settings are compared first, by a pass that changes nothing.
         first = inspect_checkpoint(path, self.comm)
         state, name, now = first.state, os.fspath(path), self._settings()
         check_same_run(name, first, now, self._start, allow_changes=allow_changes)
-        graph = self._graph()
-        check_same_graph(name, first, graph, self.rows.counts, allow_changes=allow_changes)
+        graph, evaluated = self._graphs()
+        given = name, first, graph, self.rows.counts
+        check_same_graph(*given, evaluated=evaluated, allow_changes=allow_changes)
         options = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
@@ -511,11 +515,13 @@ class Trainer:
     def _schedule_state(self) -> list[Any]:
         return [to_json(scheduler.state_dict()) for scheduler in self.schedulers]
 
-    def _graph(self) -> dict[str, Any] | None:
-        """Returns what tells the graph from others; the first call is collective."""
-        if not self._digest:
-            self._digest.append(digest_of_all(self.rows.graphs[: self._steps], self.comm))
-        return self._digest[0]
+    def _graphs(self) -> list[dict[str, Any] | None]:
+        """Returns what tells the graphs to train on, and those that are only evaluated, from
+        others; the first call is collective."""
+        if not self._digests:
+            both = self.rows.graphs[: self._steps], self.rows.graphs[self._steps :]
+            self._digests += [digest_of_all(graphs, self.comm) for graphs in both]
+        return self._digests
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

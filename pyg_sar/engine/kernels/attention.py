@@ -190,7 +190,8 @@ class SoftmaxAttention(Kernel):
         if not shard.score.by_source:
             attention_backward_targets_(gradients, shard, cotangent, block.segments)
         if "edge_attr" in sums and not isinstance(columns, slice):
-            sums["edge_attr"][columns] = _present(gradients.edge_attr)
+            assert gradients.edge_attr is not None
+            sums["edge_attr"][columns] = gradients.edge_attr
 
     def _of_block(self, given: Attention, block: Block, rows: UnitRows) -> Attention:
         """The attention of the edges of a block."""
@@ -385,12 +386,6 @@ def _widened(given: Attention) -> Attention:
 def _zeros(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rows in one piece each, which those of a layer's keys and values needn't be."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _present(value: Tensor | None) -> Tensor:
-    if value is None:
-        raise RuntimeError("A tensor that the attention needs is not there")
-    return value
 
 
 # Which edges are pushed #######################################################

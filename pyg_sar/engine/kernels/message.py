@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from pyg_sar.engine.analysis import titled
 from pyg_sar.engine.chunks import Chunks
-from pyg_sar.engine.reducers import Reducer, make_reducer
+from pyg_sar.engine.reducers import Reducer, make_reducer, present
 from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.errors import DistributedIndexError
@@ -209,7 +209,7 @@ class Messages(Kernel):
         edges, before = self.made.get(graph.tile.unit, (None, []))
         if edges != graph.tile.edges:
             return
-        now = [_like(root.messages)[:_FEW] for root in graph.roots]
+        now = [present(root.messages)[:_FEW] for root in graph.roots]
         if all(torch.equal(a, b) or alike(a, b) for a, b in zip(now, before, strict=True)):
             return
         raise DistributedIndexError(
@@ -292,7 +292,7 @@ class MessagesForward(Pass):
                 kernel.check_source(graph, values[kernel.needs.source])
             del values
             if self._record and kernel.refetches and tile.unit not in kernel.made:
-                few = [_like(root.messages)[:_FEW].detach().clone() for root in graph.roots]
+                few = [present(root.messages)[:_FEW].detach().clone() for root in graph.roots]
                 kernel.made[tile.unit] = tile.edges, few
             self._merge(graph)
             if self._keep:
@@ -305,7 +305,7 @@ class MessagesForward(Pass):
     @torch.no_grad()
     def _merge(self, graph: _Graph) -> None:
         for root, group in zip(graph.roots, self._reducers, strict=True):
-            messages = _like(root.messages).detach()
+            messages = present(root.messages).detach()
             for reducer in group:
                 reducer.merge(graph.tile, messages, root.log)
 
@@ -372,10 +372,10 @@ class MessagesBackward(Pass):
             reducer.start_backward(gradient, state)
         self._totals = [self._total(k) for k in range(len(kernel.requires_grad))]
         self._sources = [k for k in program.numbers("source") if self._totals[k] is not None]
-        self.returned = [_like(self._totals[k]) for k in self._sources]
+        self.returned = [present(self._totals[k]) for k in self._sources]
         self.own_last, self.in_flight = kernel.own_last, not kernel.refetches
         if kernel.refetches:
-            self.sources = [_like(tensors[k]) for k in program.numbers("source")]
+            self.sources = [present(tensors[k]) for k in program.numbers("source")]
         self._graphs = kernel.graphs
         if last:
             kernel.graphs = []
@@ -454,7 +454,7 @@ class MessagesBackward(Pass):
         for root, group in zip(graph.roots, self._reducers, strict=True):
             share, extra = _shares(tile, root, group)
             if kernel.no_graph:
-                add_rows(_like(totals[kernel.needs.source]), tile.source, share)
+                add_rows(present(totals[kernel.needs.source]), tile.source, share)
             if root.edge is not None:
                 roots.append(root.edge)
                 shares.append(share)
@@ -464,7 +464,7 @@ class MessagesBackward(Pass):
                 shares.append(extra)
             del share, extra, total
         numbers = [k for k, token in enumerate(graph.tokens) if token is not None]
-        inputs = [_like(graph.tokens[k]) for k in numbers] + list(graph.parameters.values())
+        inputs = [present(graph.tokens[k]) for k in numbers] + list(graph.parameters.values())
         if not roots or not inputs:
             return
         with torch.enable_grad():
@@ -474,7 +474,7 @@ class MessagesBackward(Pass):
         del roots, inputs, shares
         for k, value in zip(numbers, found[: len(numbers)], strict=True):
             if value is not None:
-                self._add_operand(k, tile, value, _like(totals[k]))
+                self._add_operand(k, tile, value, present(totals[k]))
         for key, value in zip(graph.parameters, found[len(numbers) :], strict=True):
             if value is not None:
                 sums = self._sums
@@ -513,12 +513,6 @@ def changed_message(title: str) -> DistributedIndexError:
 def _own(tensor: Tensor) -> Tensor:
     """An alias of what a tile's graph saves, or an operator's output would own itself."""
     return tensor.detach()
-
-
-def _like(value: Tensor | None) -> Tensor:
-    if value is None:
-        raise RuntimeError("A tensor that the backward pass needs was not kept")
-    return value
 
 
 @torch.no_grad()
