@@ -144,6 +144,20 @@ def of_readouts(model: Any, data: Data, pos: Tensor) -> Tensor:
     return (1000 * gradient).sin().mean()
 
 
+def of_absolute_values(model: Any, data: Data, pos: Tensor) -> Tensor:
+    """The third derivative of absolute values: of nodes, of edges, and of a sum over nodes.
+
+    PyTorch's second derivative of ``abs`` is a 0 that has no memory.
+    """
+    source, target = data.edge_index
+    energy = model(data, pos)
+    lengths = (pos[source] - pos[target]).abs().sum(-1).square()
+    value = energy.sum(0).abs().sum() * energy.abs().mean() + lengths.mean() + pos.sgn().sum()
+    (gradient,) = torch.autograd.grad(value, pos, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.abs().sum(), pos, create_graph=True)
+    return second.sin().mean() + gradient.square().mean()
+
+
 @dataclass
 class Case:
     """A model and the loss of its gradients."""
@@ -162,6 +176,7 @@ def cases() -> list[Case]:
         Case(Potential(), of_mean),
         Case(Potential("mean", "norm"), of_mean),
         Case(Potential(), of_readouts),
+        Case(Potential("mean"), of_absolute_values),
     ]
 
 

@@ -41,6 +41,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
@@ -108,6 +109,8 @@ class NodeTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, rows: Rows, axis: int) -> NodeTensor:
+        if local._is_zerotensor():  # A derivative of abs, which has no memory.
+            local = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
         shape = list(local.shape)
         shape[axis] = rows.total
         # Strides are those of a contiguous tensor: autograd looks at them to choose operators, and
@@ -399,10 +402,19 @@ def refusal(func: Any, why: str, *tensors: Any) -> DistributedIndexError:
     )
 
 
+def _without_rows(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the same shape and dtype, which no worker has rows of."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
 @rule("refused")
 def refused(func: Any, args: Any, kwargs: Any) -> Any:
     """Raises: there is no rule."""
-    if isinstance(func, OpOverload) and func.namespace == "prims":  # What jvp is composed of.
+    if isinstance(func, OpOverload) and func.namespace == "prims":
+        # So PyTorch asks for the shape of a sum or product of which one side is known to be 0: a
+        # derivative of abs, in backward mode; in forward mode of all that does not change.
+        if forward_ad._current_level < 0:
+            return func(*mapped(_without_rows, args), **kwargs)
         why = (
             "has no derivative in forward mode (torch.func.jvp, jacfwd, hessian): use "
             "torch.autograd.grad(), or backward()"

@@ -112,6 +112,8 @@ def _words(tensor: Tensor) -> Tensor:
             "torch.autograd.grad(is_grads_batched=True), and jacobian(vectorize=True), don't "
             "transform what workers send each other: ask for one gradient after the other"
         )
+    if tensor._is_zerotensor():  # A derivative of abs, which has no memory.
+        return torch.zeros(1, dtype=torch.uint8)
     whole = tensor.detach()
     for axis in reversed(range(whole.dim() if whole.numel() else 0)):
         if whole.stride(axis) == 0:
