@@ -109,10 +109,9 @@ def _asked_level(
     if level == "node" and num_nodes == num_edges and not told:
         raise ValueError(
             f"The attribute '{name}' has {counted(num_nodes, 'rows')}, and the graph has as many "
-            f"edges as "
-            f"nodes: say write_partitions(..., levels={{'{name}': 'edge'}}) or "
-            f"levels={{'{name}': 'node'}} (--levels {name}=edge), or rename it to "
-            f"'edge_{name}' or 'node_{name}'"
+            f"edges as nodes: rename it to 'edge_{name}' or 'node_{name}', or pass "
+            f"levels={{'{name}': 'edge'}} or levels={{'{name}': 'node'}} to write_partitions() "
+            f"(--levels {name}=edge)"
         )
     return level
 

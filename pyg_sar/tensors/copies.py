@@ -135,6 +135,17 @@ def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
     if not all(tensor.requires_grad for tensor in given):
         with torch._C.DisableTorchFunctionSubclass():  # It says so.
             return func(*args, **kwargs)
+    inputs = kwargs.get("inputs")
+    fills = kwargs.get("materialize_grads") and kwargs.get("allow_unused") is not False
+    if fills:  # PyTorch fills in zeros for tensors, not for edges.
+        inputs = args[1] if inputs is None else inputs
+        kwargs = {**kwargs, "materialize_grads": False, "allow_unused": True}
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
-    return func(*mapped(get_gradient_edge, args), **kwargs)
+    found = func(*mapped(get_gradient_edge, args), **kwargs)
+    if not fills:
+        return found
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    pairs = zip(inputs, found, strict=True)
+    recorded = bool(kwargs.get("create_graph"))
+    return tuple(torch.zeros_like(x, requires_grad=recorded) if g is None else g for x, g in pairs)
