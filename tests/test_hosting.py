@@ -625,9 +625,10 @@ def test_a_model_in_the_arguments(root: Path):
 
 @pytest.mark.parametrize("parts", [True, 0, -1, "8", 2.0])
 def test_no_number_of_parts(parts: Any):
-    with pytest.raises(ValueError, match=f"parts={parts!r} must be"):
+    said = rf"'parts' to be an integer of at least 1 \(got {parts!r}\)"
+    with pytest.raises(ValueError, match=said):
         pyg_sar.launch(print, 1, parts=parts)
-    with pytest.raises(ValueError, match=f"parts={parts!r} must be"):
+    with pytest.raises(ValueError, match=said):
         pyg_sar.run(print, parts=parts)
 
 

@@ -33,6 +33,14 @@ def hooks_of(layer: Any, *methods: str) -> list[Any]:
     return [hook for hooks in registered if hooks for hook in hooks.values()]
 
 
+def asked_by(layer: Any, *methods: str) -> list[str]:
+    """Returns the arguments that methods of a layer ask for.
+
+    PyG's inspector has this in one call, which refuses a name that two of them type differently.
+    """
+    return [name for method in methods for name in layer.inspector.get_param_names(method)]
+
+
 def hooked(layer: Any, method: str, arguments: Any, *inputs: Any) -> Any:
     """Returns what a method of a PyG layer gives with the hooks before and after it."""
     before, after = hook_names(method)

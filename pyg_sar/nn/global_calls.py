@@ -36,7 +36,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
-from pyg_sar.message.layer_facts import draws_nothing, standing_in
+from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
@@ -255,7 +255,7 @@ class _Call:
                 f"between two types of {value.rows.total} nodes (rank {self.comm.rank}): pass a "
                 "pair, (x_src, x_dst)"
             )
-        asked = own.inspector.get_flat_param_names([*_EDGE_METHODS, "aggregate", "update"])
+        asked = asked_by(own, *_EDGE_METHODS, "aggregate", "update")
         ends = zip("ij" if own.flow == "target_to_source" else "ji", self.pair or (), strict=True)
         read = [local(value, like=rows) for end, rows in ends if f"{name}_{end}" in asked]
         return local(value) if not read else read[0] if len(read) == 1 else tuple(read)

@@ -24,6 +24,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.layer_facts import asked_by
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.space.distributed_index import InSpace
 from pyg_sar.tensors import NodeTensor, Rows, mapped, node_rows, node_tensors, whole
@@ -289,7 +290,7 @@ def _read(layer: Any, given: dict[str, Any]) -> list[Any] | None:
 
     So HGTConv passes ``k``, read as ``k_j``, and ``q``, read as ``q_i``.
     """
-    asked = layer.inspector.get_flat_param_names(["message", "edge_update"])
+    asked = asked_by(layer, "message", "edge_update")
     found = []
     for end in "ji" if layer.flow == "source_to_target" else "ij":
         values = (given.get(name[:-2]) for name in asked if name[-2:] == f"_{end}")

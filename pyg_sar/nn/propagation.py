@@ -30,7 +30,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.dependence import norms_over_rows
-from pyg_sar.message.layer_facts import facts_of, standing_in
+from pyg_sar.message.layer_facts import asked_by, facts_of, standing_in
 from pyg_sar.message.message_checks import maximum, row_levels
 from pyg_sar.message.program import STAND_INS, DeferredEdge, check_nodes
 from pyg_sar.message.row_wise import SIZE_NAMES
@@ -174,7 +174,7 @@ def check_pairs(edge_index: DistEdgeIndex, kwargs: dict[str, Any], layer: Any) -
     plan = edge_index.plan
     for name, pair in kwargs.items():
         if isinstance(pair, tuple | list) and len(pair) == 2:
-            asked = layer.inspector.get_flat_param_names(["message", "edge_update", "aggregate"])
+            asked = asked_by(layer, "message", "edge_update", "aggregate")
             read = f"{name}_i" in asked or f"{name}_j" in asked
             for value, nodes in zip(pair, (plan.num_local, edge_index.num_targets), strict=True):
                 if read and isinstance(value, Tensor):
