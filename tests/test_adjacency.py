@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def test_layers_on_adjacencies(layout: str, tmp_path: Path):
     """PyG's GATConv leaves torch's sparse matrices to torch-sparse."""
     # PyG writes propagate() of a class for its first object, and another test's may not be fused.
     gnn.GINConv.propagate = getattr(gnn.GINConv, "_orig_propagate", gnn.GINConv.propagate)
+    sys.modules.pop(f"{gnn.GINConv.__module__}_GINConv_propagate", None)
     data = sparse_graph(layout)
     torch.manual_seed(0)
     names = [name for name in LAYERS if layout == "SparseTensor" or name != "gat"]
