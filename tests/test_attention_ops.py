@@ -461,6 +461,28 @@ def test_strides_and_views(kind: str, native: bool):
     assert worst((out, gradients.wanted()), looped(given))[0] <= 1e-12
 
 
+@pytest.mark.parametrize("native", BOTH)
+def test_what_is_known_of_targets_side_by_side(native: bool):
+    """As targets' rows come from other workers: each with its query, in one row of a buffer."""
+    given = problem("additive", features=0, p=0.2)
+    attention, heads = given.attention, given.grad_out.size(1)
+    state = AttentionState.start(given.num_targets, attention.value)
+    ((_, forward, backward),) = shards_of(given, 1)
+    out = attention_(state, attention, forward, native=native).finish()
+    delta, query = (given.grad_out * out).sum(-1), attention.query
+    assert query is not None and query.shape == delta.shape
+    known = given.grad_out, state.maximum, state.normaliser, delta, query
+    rows = torch.cat([t.flatten(1) for t in known], 1)
+    wide, *narrow = rows.split([rows.size(1) - 4 * heads, *[heads] * 4], 1)
+    gradients = AttentionGradients(
+        **{name: torch.zeros_like(t) for name, t in attention.tensors().items()}
+    )
+    cotangent = Cotangent(wide.view_as(given.grad_out), *narrow[:3])
+    attention = replace(attention, query=narrow[3])
+    attention_backward_sources_(gradients, attention, cotangent, backward, native=native)
+    assert worst((out, gradients.wanted()), looped(given))[0] <= 1e-12
+
+
 def changed(given: Edges, changes: dict[str, Any]) -> Edges:
     return replace(given, **{n: change(getattr(given, n).clone()) for n, change in changes.items()})
 

@@ -44,6 +44,7 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import scatter
 
 from pyg_sar.engine.kernels.relational import RelationalTerms
+from pyg_sar.engine.reducers import present
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.layer_facts import is_plain_module, pristine
@@ -420,5 +421,5 @@ def terms_together(
     if not _is_projection(query, value, query_weight):
         value, key = _Together.apply(value, 1, key.detach(), key_weight)
         return value, key, query
-    assert query is not None  # It is a projection.
-    return _Together.apply(value, 2, key.detach(), query.detach(), key_weight, query_weight)
+    terms = key.detach(), present(query).detach()
+    return _Together.apply(value, 2, *terms, key_weight, query_weight)

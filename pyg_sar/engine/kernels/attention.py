@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.engine.cuts import SplitEdges, split_edges
+from pyg_sar.engine.reducers import present
 from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, nearest_costs
@@ -190,8 +191,7 @@ class SoftmaxAttention(Kernel):
         if not shard.score.by_source:
             attention_backward_targets_(gradients, shard, cotangent, block.segments)
         if "edge_attr" in sums and not isinstance(columns, slice):
-            assert gradients.edge_attr is not None
-            sums["edge_attr"][columns] = gradients.edge_attr
+            sums["edge_attr"][columns] = present(gradients.edge_attr)
 
     def _of_block(self, given: Attention, block: Block, rows: UnitRows) -> Attention:
         """The attention of the edges of a block."""
