@@ -44,7 +44,6 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 from torch_geometric.utils import scatter
 
 from pyg_sar.engine.kernels.relational import RelationalTerms
-from pyg_sar.engine.reducers import present
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.layer_facts import is_plain_module, pristine
@@ -418,8 +417,7 @@ def terms_together(
     """
     if not torch.is_grad_enabled() or not _is_projection(key, value, key_weight):
         return value, key, query
-    if not _is_projection(query, value, query_weight):
+    if query is None or not _is_projection(query, value, query_weight):
         value, key = _Together.apply(value, 1, key.detach(), key_weight)
         return value, key, query
-    terms = key.detach(), present(query).detach()
-    return _Together.apply(value, 2, *terms, key_weight, query_weight)
+    return _Together.apply(value, 2, key.detach(), query.detach(), key_weight, query_weight)
