@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
+from pyg_sar.errors import PygSarError
 from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, alike, is_known
 from pyg_sar.message.dependence import Observation, without_statistics
 from pyg_sar.message.layer_facts import hooks_of
@@ -170,6 +171,10 @@ class RowCheck:
             return self._found()
         except WholeGraphError as problem:
             return RowWise(f"its message {_REMEDIES['nodes'].format(problem)}")
+        except (RuntimeError, IndexError, AssertionError) as error:
+            if isinstance(error, PygSarError):
+                raise
+            return RowWise(f"its message does not take other edges ({error})")
 
     def _found(self) -> RowWise:
         small = Sizes(34, 10, 13 if self.bipartite else 10)

@@ -24,6 +24,7 @@ from torch_geometric.nn import (
     DynamicEdgeConv,
     GravNetConv,
     HANConv,
+    HypergraphConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
@@ -529,11 +530,7 @@ class GlobalCalls:
         if not _ENTRIES.isdisjoint(vars(self)):
             refuse_entry(self, current().rank)
         if isinstance(self, MessagePassing) and holds_foreign_module(self):
-            own: Any = type(self)  # Something was put there after distribute().
-            self.__class__ = global_class(own.replaced, True)
-            for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
-                vars(self)[name] = None
-            return self(*args, **kwargs)
+            return self._on_all_nodes()(*args, **kwargs)  # It was put there after distribute().
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -543,12 +540,24 @@ class GlobalCalls:
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
         explaining = explained(self, args, kwargs)
-        with explaining, call.parameters(), own_rows_only():
-            own_args, own_kwargs = call.arguments(args, kwargs)
-            own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
-            with call.draws(own_args, own_kwargs):
-                out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
+        try:
+            with explaining, call.parameters(), own_rows_only():
+                own_args, own_kwargs = call.arguments(args, kwargs)
+                own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
+                with call.draws(own_args, own_kwargs):
+                    out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
+        except DistributedIndexError as error:
+            if not error.mixes_edges or getattr(self, "explain", False):
+                raise
+            return self._on_all_nodes()(*args, **kwargs)
         return call.results(out, args, kwargs)
+
+    def _on_all_nodes(self: Any) -> Any:
+        """Returns the layer, whose forward() works on tensors of the whole graph from now on."""
+        self.__class__ = global_class(type(self).replaced, True)
+        for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
+            vars(self)[name] = None
+        return self
 
 
 def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -605,7 +614,7 @@ class GlobalPropagation(DistMessagePassing):
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                     out = super().propagate(edges, **local)
         except DistributedIndexError as error:
-            if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
+            if not error.mixes_edges or self.explain:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
         if not isinstance(out, Tensor):
@@ -674,6 +683,18 @@ class GlobalSuperGAT(GlobalPropagation):
         return edges
 
 
+class GlobalHypergraph(GlobalPropagation):
+    """``HypergraphConv``: of the last hyperedges, which are nodes of a type, some may be empty."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        edges = [t.edges for t in node_tensors(args, kwargs) if t.edges is not None]
+        named = "num_edges" in inspect.signature(self.forward).parameters and len(args) < 5
+        if edges and named:
+            kwargs["num_edges"] = edges[0].targets.total
+        return super().__call__(*args, **kwargs)
+
+
+_OWN_WAYS = {SuperGATConv: GlobalSuperGAT, HypergraphConv: GlobalHypergraph}
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
 _WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation, *_FIND_EDGES)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
@@ -702,7 +723,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
         if hasattr(author, name) and not hasattr(torch.nn.Module, name):
             return True  # PyG's forward() may call it, with the rows of all nodes.
     methods = [method for names in own for method in names.values()]
-    return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
+    return issubclass(kind, (*_WORK_ON_ALL_NODES, *_OWN_WAYS)) or any(
         not _OF_ALL.isdisjoint(method.__code__.co_names)
         for method in methods
         if inspect.isfunction(method)
@@ -762,7 +783,8 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
         kind: The class.
         on_all_nodes: Its ``forward`` may do more than treat each row for itself.
     """
-    before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
+    found = (way for layer, way in _OWN_WAYS.items() if issubclass(kind, layer))
+    before = next(found, GlobalPropagation)
     if on_all_nodes or _works_on_all_nodes(kind):
         own = vars(kind).get("replaced", kind)  # or one's own, written against DistMessagePassing
         return type(kind.__name__, (before, own), names_of(kind))

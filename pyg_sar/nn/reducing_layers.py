@@ -62,17 +62,9 @@ class FastRGCNMixin(gnn.FastRGCNConv):
 
 
 REFUSED = {
-    "HypergraphConv": (
-        "its hyperedges are no edges between nodes, so that no worker owns them. Make hyperedges "
-        "nodes of a type of their own (HeteroData), with SAGEConv or GATConv both ways"
-    ),
     "PANConv": (
         "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
         "steps of propagation instead: TAGConv, MixHopConv"
-    ),
-    "MeshCNNConv": (
-        "it tells the four neighbours of a mesh's edge apart by their places in the edge list, "
-        "which a partition changes"
     ),
 }
 """Layers of PyG, by name as not every PyG has all, that several workers can't run, and why."""
