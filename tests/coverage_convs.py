@@ -311,9 +311,16 @@ CONVS: dict[str, Cases] = {
             make=lambda: gnn.PointTransformerConv(C, OUT, mlp(3), mlp(OUT), add_self_loops=False),
             args="x pos edge_index"),
     },
-    "HypergraphConv": {"": Case(
-        make=lambda: gnn.HypergraphConv(C, OUT), refused="hyperedges are no edges",
-        why="hyperedges are no edges between nodes: no partition of nodes owns them")},
+    "HypergraphConv": {
+        "": conv(gnn.HypergraphConv, C, OUT),
+        "attention": Case(
+            make=lambda: gnn.HypergraphConv(C, OUT, use_attention=True, heads=2),
+            args="x edge_index hyperedge_attr=x0"),
+        "edge attention": Case(
+            make=lambda: gnn.HypergraphConv(
+                C, OUT, use_attention=True, attention_mode="edge", concat=False),
+            args="x edge_index hyperedge_attr=x0"),
+    },
     "LEConv": {"": conv(gnn.LEConv, C, OUT, call=WEIGHT)},
     "PNAConv": {
         "": Case(make=lambda: gnn.PNAConv(
@@ -436,8 +443,7 @@ CONVS: dict[str, Cases] = {
         "powers": conv(gnn.MixHopConv, C, OUT, [1, 3], add_self_loops=False, call=WEIGHT),
     },
     "MeshCNNConv": {"": Case(
-        make=lambda: gnn.MeshCNNConv(C, OUT), graph="mesh", refused="places in the edge list",
-        why="the four neighbours of a mesh's edge are told apart by their order in the edge list")},
+        make=lambda: gnn.MeshCNNConv(C, OUT), graph="mesh", default_double=True, one_shot=True)},
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ HEADINGS = {
     "models": "Models (`torch_geometric.nn.models`)",
 }
 VERDICTS = {EXACT: "yes", REFUSED: "no", UNAVAILABLE: "not here", NO_LAYER: "none"}
-OWN_EDGES = {"HypergraphConv"}
 COLUMNS = (
     "class", "options", "runs", "strategy", "case", "float64", "float32", "bfloat16",
     "rows / shard", "bytes / one shot",
@@ -33,8 +32,7 @@ duplicates and isolated nodes.
 
 * **runs**: *yes*: outputs and gradients of inputs, edge attributes and parameters are those of one
   process. *no*: an error says by name why not. *not here*: PyG itself can't build it without a
-  package or a GPU. *none*: no layer. The shares below are of the classes that PyG can build here
-  and that work on edges between nodes: not of `HypergraphConv`, which is refused by name.
+  package or a GPU. *none*: no layer. The shares below are of the classes that PyG can build here.
 * **strategy**: *sequential* aggregates one source worker at a time; *chunked* goes by chunks of
   targets; *one_shot* fetches the whole halo; *none* exchanges no node rows by message passing.
 * **case**: 2 where the backward pass needs the source rows, 1 where not.
@@ -92,14 +90,13 @@ def render(outcomes: Sequence[Outcome]) -> str:
 
 def totals(classes: Mapping[tuple[str, str], Sequence[Outcome]]) -> list[str]:
     """How many classes run, per kind."""
-    lines = [row(("kind", "classes", "run", "refused", "own edges", "not here", "none", "share")),
-             row(["---"] * 8)]  # fmt: skip
+    lines = [row(("kind", "classes", "run", "refused", "not here", "none", "share")),
+             row(["---"] * 7)]  # fmt: skip
     for kind, heading in HEADINGS.items():
         counts = Counter(verdict_of(found) for (of, _), found in classes.items() if of == kind)
-        own = sum(of == kind and name in OWN_EDGES for of, name in classes)
-        layers = counts.total() - counts[NO_LAYER] - counts[UNAVAILABLE] - own
+        layers = counts.total() - counts[NO_LAYER] - counts[UNAVAILABLE]
         share = f"{100 * counts[EXACT] / max(layers, 1):.0f}%"
-        refused = [counts[REFUSED] - own, own, counts[UNAVAILABLE], counts[NO_LAYER]]
+        refused = [counts[REFUSED], counts[UNAVAILABLE], counts[NO_LAYER]]
         cells = [counts.total(), counts[EXACT], *refused, share]
         lines.append(row([heading.split(" (")[0], *map(str, cells)]))
     inside = [found for (of, _), found in classes.items() if of == "aggr"]

@@ -273,21 +273,18 @@ class Counts(MessagePassing):
 def test_rule_4_state_of_a_message_is_updated_once(root: Path):
     """Neither the analysis nor tiles nor the second computation count.
 
-    What depends on the edges is refused: a worker would count its own.
+    What depends on the edges is of the whole graph's, with whose tensors the message runs.
     """
 
     def worker() -> None:
         data = pyg_sar.load_partition(root)
         for policy in ALL_POLICIES:
-            layer = pyg_sar.distribute(Counts(True).double(), policy)
-            for epoch in (1, 2):
-                layer(leaf(data), data.edge_index).sum().backward()
-                found = [int(layer.seen), int(layer.made), layer.number, *layer.log["calls"]]
-                assert found == [epoch] * 4, (policy, found)
-            layer = pyg_sar.distribute(Counts(False).double(), policy)
-            with pytest.raises(DistributedIndexError, match="its message changes '"):
-                layer(data.x, data.edge_index)
-            assert int(layer.seen) == layer.number == 0
+            for calls, each in ((True, 1), (False, data.num_edges)):
+                layer = pyg_sar.distribute(Counts(calls).double(), policy)
+                for epoch in (1, 2):
+                    layer(leaf(data), data.edge_index).sum().backward()
+                    found = [int(layer.seen), int(layer.made), layer.number, *layer.log["calls"]]
+                    assert found == [epoch * each] * 4, (policy, found)
 
     workers(worker, WORLD)
 
@@ -426,17 +423,13 @@ class Mixes(MessagePassing):
         return x_j.cumsum(0)
 
 
-def test_a_message_that_mixes_edges_is_refused(root: Path):
+@pytest.mark.filterwarnings("ignore:Mixes :pyg_sar.errors.OneShotWarning")
+def test_a_message_that_mixes_edges_runs_on_the_whole_graph(graph: Data, root: Path):
     """A worker doesn't have all edges: its own numbers would come out without an error."""
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        for how, mode in product(("mean", "softmax", "cumsum"), (1, 2, 3)):
-            layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode))
-            with pytest.raises(DistributedIndexError, match="Mixes"):
-                layer(data.x, data.edge_index)
-
-    workers(worker, WORLD)
+    sweep = Sweep(WORLD)
+    for how in ("mean", "softmax", "cumsum"):
+        sweep.add(how, Job(Mixes(how), root, (), MODES), graph)
+    sweep.check()
 
 
 def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(root: Path):

@@ -7,6 +7,7 @@ Two hundred programs in the ordinary run, the same ones every time; two thousand
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +32,16 @@ from random_messages import (
     random_program,
 )
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 from torch_geometric.nn import aggr
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.errors import OneShotWarning
 from pyg_sar.message.layer_facts import facts_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:Random:pyg_sar.errors.OneShotWarning")
 ORDINARY = settings.get_current_profile_name() == "pyg_sar"
 COUNT, FIRST = (200, 0) if ORDINARY else (2000, 10_000)
 BATCH = 50
@@ -114,7 +118,8 @@ def apart(found: Tensor | None, expected: Tensor | None, scale: float) -> bool:
 
 def difference(found: Found, expected: Found) -> str:
     """What is wrong, or an empty string."""
-    wrong = [f"state {found.state} for {expected.state}"] * (found.state != expected.state)
+    states = tree_leaves(found.state), pytest.approx(tree_leaves(expected.state), rel=TOLERANCE)
+    wrong = [f"state {found.state} for {expected.state}"] * (states[0] != states[1])
     scale = max([float(g.abs().max()) for g in expected.parameters if g is not None] + [1.0])
     for name in ("outs", "nodes", "edges", "parameters"):
         for step, value in enumerate(getattr(expected, name)):
@@ -159,12 +164,10 @@ def test_random_messages(batch: int, tmp_path: Path):
     ran: Counter[str] = Counter()
     tried: Counter[str] = Counter()
     for (program, _), found in zip(jobs, outcomes, strict=True):
-        # An aggregate of its own runs between tensors of the whole graph, if need be.
-        key = "mixing" if program.mixes and not program.own else program.kind
+        key = "mixing" if program.mixes else program.kind
         tried[key] += len(found)
         ran[key] += found.count("")
-    assert ran["plain"] + ran["targets"] >= 0.95 * (tried["plain"] + tried["targets"]), (ran, tried)
-    assert ran["mixing"] <= 0.05 * tried["mixing"], (ran, tried)
+    assert all(ran[key] >= 0.95 * tried[key] for key in tried), (ran, tried)
 
 
 def programs(kind: str, expressions: Sequence[str], aggr: Any = "sum") -> list[Program]:
@@ -172,24 +175,46 @@ def programs(kind: str, expressions: Sequence[str], aggr: Any = "sum") -> list[P
 
 
 HOOK = "y.requires_grad and y.register_hook(lambda g: g / g.norm())"
-REFUSED = [
+ON_THE_WHOLE_GRAPH = [
     *programs("mixing", MIXING),
     *programs("numbering", NUMBERING),
-    *programs("places", PLACES),
+    *programs("places", [line for line in PLACES if "dropout" not in line]),
     Program("places", ("y = x_j * 2", HOOK, "return y"), "", "sum"),
     *[Program("local state", (line, "return x_j"), "", "sum") for line in LOCAL_STATE],
 ]
 
 
-def test_what_depends_on_other_edges_is_refused(tmp_path: Path):
-    """Each act that no worker can do, in all modes; the error names the layer and the remedy."""
+def test_what_depends_on_other_edges_runs_on_the_whole_graph(tmp_path: Path):
+    """Each act that no worker can do with its own edges, in all modes, and a warning names it."""
     every = [SARPolicy(mode=3), *POLICIES]
-    jobs = [(p, [every[0], every[1 + k % len(POLICIES)]]) for k, p in enumerate(REFUSED)]
-    _, outcomes = judge(tmp_path, 2, graph(), jobs)
+    jobs = [(p, [every[0], every[1 + k % len(POLICIES)]]) for k, p in enumerate(ON_THE_WHOLE_GRAPH)]
+    wrong, outcomes = judge(tmp_path, 2, graph(), jobs)
+    assert not wrong, wrong
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
-        for reason in reasons:
-            assert reason.startswith("DistributedIndexError: Random"), (program, reason)
-            assert ": " in reason.partition("its ")[2], (program, reason)
+        assert not any(reasons), (program, reasons)
+
+
+def warned(root: Path, given: Sequence[Program]) -> list[tuple[str, str]]:
+    """The program's title and the warning of its first call; its second gives none."""
+    data, found = pyg_sar.load_partition(root), []
+    x = data.x.clone().requires_grad_()
+    for program in given:
+        layer = pyg_sar.distribute(build(program))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                layer(x, data.edge_index, data.edge_weight, data.edge_attr)
+        texts = [str(w.message) for w in seen if w.category is OneShotWarning]
+        found.append((str(program), "; ".join(texts)))
+    return found
+
+
+def test_a_warning_says_why_the_whole_graph_is_taken(tmp_path: Path):
+    pyg_sar.write_partitions(graph(), 2, tmp_path / "parts")
+    for found in workers(warned, 2, tmp_path / "parts", ON_THE_WHOLE_GRAPH):
+        for program, text in found:
+            assert text.startswith("Random") and text.count("can't be computed") == 1, program
+            assert ": its " in text and "of the whole graph: each worker holds" in text, program
 
 
 def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
@@ -210,17 +235,15 @@ def test_sizes_that_are_numbers_are_the_graphs(tmp_path: Path):
     jobs = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
     wrong, outcomes = judge(tmp_path, 3, graph(), jobs)
     assert not wrong, wrong
-    for (program, _), reasons in zip(jobs, outcomes, strict=True):
-        assert ("softmax" in program.lines[0]) == any(reasons), (program, reasons)
-        assert all("number of edges or nodes" in reason for reason in reasons if reason)
+    assert not any(map(any, outcomes)), outcomes
 
 
-UPDATES = {
-    "inputs + scatter(x_j, index, 0, dim_size, 'sum')": "",
-    "inputs / dim_size": "number of edges or nodes",
-    "inputs - inputs.mean(0) + 0 * scatter(x_j, index, 0, dim_size)": "mixes edges",
-    "inputs * (1 + torch.arange(inputs.size(0)).view(-1, 1)) + 0 * size_i": "update()",
-}
+UPDATES = (
+    "inputs + scatter(x_j, index, 0, dim_size, 'sum')",
+    "inputs / dim_size",
+    "inputs - inputs.mean(0) + 0 * scatter(x_j, index, 0, dim_size)",
+    "inputs * (1 + torch.arange(inputs.size(0)).view(-1, 1)) + 0 * size_i",
+)
 
 
 def test_update_that_asks_for_edges(tmp_path: Path):
@@ -228,8 +251,7 @@ def test_update_that_asks_for_edges(tmp_path: Path):
     names = [Program(f"update {line}", ("return x_j",), "", "sum") for line in UPDATES]
     wrong, outcomes = judge(tmp_path, 3, graph(), [(p, [SARPolicy(), POLICIES[3]]) for p in names])
     assert not wrong, wrong
-    for expected, reasons in zip(UPDATES.values(), outcomes, strict=True):
-        assert all(bool(r) == bool(expected) and expected in r for r in reasons), reasons
+    assert not any(map(any, outcomes)), outcomes
 
 
 AGGREGATED = ("median", "lstm", "sort", "quantile", "gru", "own", "sum")

@@ -214,7 +214,7 @@ def test_a_wrong_buffer_is_found(graph: Data):
 
 
 class Mixes(gnn.MessagePassing):
-    """Its message depends on all edges: no worker has them."""
+    """Its message depends on all edges, and reads memory by strides, which workers don't have."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Mixes(gnn.MessagePassing):
         return self.propagate(edge_index, x=self.linear(x))
 
     def message(self, x_j: Tensor) -> Tensor:
-        return x_j - x_j.mean(dim=0)
+        return (x_j - x_j.mean(dim=0)).as_strided(x_j.shape, x_j.stride())
 
 
 def test_everything_that_is_refused_is_named(graph: Data):

@@ -164,7 +164,8 @@ class RowAgreement:
         """Raises where workers can't do what one process does; ``together``: all of them do."""
         if reason and self.comm.world_size > 1:
             error = DistributedIndexError(
-                f"{self.title} can't run distributed (rank {rank}): {reason}"
+                f"{self.title} can't be computed from each worker's own edges (rank {rank}): "
+                f"{reason}"
             )
             error.mixes_edges = together
             raise error

@@ -600,9 +600,9 @@ class GlobalPropagation(DistMessagePassing):
         edge_index = self._given_edges(edge_index)
         if size is not None:
             kwargs["size"] = size
+        call = _Call(self, (edge_index,), kwargs)
         if vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
-        call = _Call(self, (edge_index,), kwargs)
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
             explaining = explained(self, (edge_index,), kwargs)
@@ -639,18 +639,27 @@ class GlobalPropagation(DistMessagePassing):
     ) -> Tensor:
         """Runs PyG's own ``propagate`` on tensors of the whole graph, of nodes and of edges.
 
-        A message that adds rows of nodes to those of edges, which its own ``aggregate`` knows, is
-        one: NBFNet's, say. Each operator's rule gives the whole graph's numbers.
+        A message of an edge may depend on other edges there, or have rows of nodes, which its own
+        ``aggregate`` knows (NBFNet's). Each operator's rule gives the whole graph's numbers.
+
+        Raises:
+            DistributedIndexError: Where an operator has no rule, with ``why``.
         """
+        try:
+            out = MessagePassing.propagate(self, edge_index, **kwargs)
+        except DistributedIndexError as error:
+            if why is None:
+                raise
+            raise DistributedIndexError(f"{why}; nor of the whole graph: {error}") from error
         if why is not None:
             self.__dict__.update(_mixes_edges=True)
             warnings.warn(
                 f"{why}. So it runs on tensors of the whole graph: each worker holds the messages "
-                "of all its edges, as with SARPolicy(mode=3)",
+                "of all its edges, as with SARPolicy(mode=3), or more",
                 OneShotWarning,
                 stacklevel=3,
             )
-        return cast(Tensor, MessagePassing.propagate(self, edge_index, **kwargs))
+        return cast(Tensor, out)
 
     def _given_edges(self, edge_index: Any) -> Any:
         """Returns the distributed edges that ``propagate`` is called with."""
