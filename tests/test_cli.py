@@ -160,6 +160,9 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     error = usage_error(capsys, *train, "--store", str(tmp_path / "no" / "s"))
     assert "--store" in error and "no such folder" in error
     assert "holds no partition" in usage_error(capsys, "train", "--parts", str(tmp_path))
+    assert f"'{__file__}' holds no partition" in usage_error(capsys, "train", "--parts", __file__)
+    predict = ["predict", "--checkpoint", "run.ckpt", "--parts", str(tmp_path), "--out", "out.npy"]
+    assert "--model gcn: the checkpoint names" in usage_error(capsys, *predict, "--model", "gcn")
     assert "'lr' to be a positive number" in usage_error(capsys, *train, "--lr", "-1")
     with pytest.raises(SystemExit):
         cli.main([*train, "--prefetch", "2"])

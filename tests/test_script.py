@@ -192,8 +192,10 @@ for options in ({"batch_size": 3, "shuffle": True}, {"batch_size": 1}, {"batch_s
             loss = F.cross_entropy(model(data), data.y)
             loss.backward()
             optimizer.step()
-            total += loss.item() * data.num_graphs
+            total += loss.item() * len(data)
         print(f"{total / len(loader.dataset):.12f}", len(loader), data.num_nodes, data.ptr.tolist())
+        for same in (data, data.clone(), T.ToUndirected()(data)):
+            print(type(same).__name__, same.batch_size, len(same), same.num_graphs, same.num_edges)
 model.eval()
 right = 0
 class Pairs(DataLoader):

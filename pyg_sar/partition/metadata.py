@@ -354,7 +354,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     try:
         check_regular(path)
         text = path.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise PartitionError(
             f"'{root}' holds no partition ('{METADATA}' is missing); write one with "
             "pyg_sar.write_partitions or 'pyg-sar partition'"

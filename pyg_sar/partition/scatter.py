@@ -45,7 +45,7 @@ def scatter(
 
     The result is what :func:`pyg_sar.write_partitions` and :func:`pyg_sar.load_partition` give,
     without files: tensors of the whole graph, of which each worker holds its part's rows. A batch
-    of graphs (PyG's ``DataLoader``) is one graph, with ``batch`` and ``num_graphs``:
+    of graphs (PyG's ``DataLoader``) is one graph, a ``Batch`` with ``num_graphs``:
 
     .. code-block:: python
 
@@ -120,9 +120,14 @@ def scatter(
         share_random_states(comm, source)
     torch.compiler.set_stance("force_eager")  # As in load_partition().
     found = whole_graph(comm, parse_metadata(Path(_NOWHERE), content), tensors, place, keep=False)
-    if content["batched"] is not None:
-        found.num_graphs = content["batched"]
-    return found
+    return found if content["batched"] is None else as_batch(found, content["batched"])
+
+
+def as_batch(data: Data | HeteroData, num_graphs: int) -> Data | HeteroData:
+    """Returns a graph, which is the batch of ``num_graphs`` graphs from now on, as a ``Batch``."""
+    object.__setattr__(data, "__class__", type(Batch(_base_cls=type(data))))
+    data._num_graphs = num_graphs
+    return data
 
 
 def _has_positions(data: Any) -> bool:

@@ -295,6 +295,11 @@ def _predict(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a file")
     if Path(arguments.out).suffix not in (".npy", *TABLES):
         raise ValueError(f"--out {arguments.out}: expected a name in .npy, {' or '.join(TABLES)}")
+    if arguments.model in MODELS:
+        raise ValueError(
+            f"--model {arguments.model}: the checkpoint names such a model itself: leave this out, "
+            "or give what builds a model of your own, module:callable or FILE.py:callable"
+        )
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:

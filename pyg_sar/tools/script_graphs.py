@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
@@ -32,6 +32,7 @@ from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.node_lists import is_named
+from pyg_sar.partition.scatter import as_batch
 from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import (
     merge_partitions,
@@ -139,7 +140,8 @@ class Graphs:
     def transform(self, transform: Any, data: Any, name: str) -> Any:
         """Returns what a transform makes of a distributed graph. See [Note: transforms]."""
         plain = gathered(data, keep=self.together.comm.rank == 0)
-        return self.share(lambda: transform(plain), name)
+        found = self.share(lambda: transform(plain), name)
+        return as_batch(found, data.num_graphs) if isinstance(data, Batch) else found
 
     # At rank 0 ---------------------------------------------------------------
 
@@ -266,6 +268,8 @@ def gathered(data: Any, keep: bool) -> Graph | None:
             value = _plain(value, f"a transform of '{key}'", keep)
             if keep:
                 target[key] = value
+    if isinstance(data, Batch):
+        as_batch(plain, data.num_graphs)
     return plain if keep else None
 
 
