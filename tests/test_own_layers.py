@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import TOLERANCE, Partitions, error, make_graph, parts, whole, workers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -244,3 +245,54 @@ def test_errors_name_the_class_of_the_user(root: Path):
     notes = "\n".join(getattr(caught.value.__cause__, "__notes__", []))
     text = f"{caught.value}\n{notes}"
     assert "Own" in text and "DistOwn" not in text and "Own 'Own'" not in text
+
+
+# Aggregates that are no tensor ###############################################
+
+
+class Pair(MessagePassing):
+    """Returns messages beside their sums, as neural-lam's layers do, or sums twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        total, other = self.propagate(edge_index, x=x)
+        return total + other.sum()
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(self.norm(x_j), 0.5)
+
+
+class Aggregates(Pair):
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> tuple[Tensor, Tensor]:
+        return super().aggregate(inputs, index, dim_size=dim_size), inputs
+
+
+class Updates(Pair):
+    def update(self, inputs: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, 2 * inputs
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_messages_of_a_layer_that_gives_tuples_run_once(world: int, graph: Data, tmp_path: Path):
+    """Numbers are drawn, statistics moved and tensors saved as in one process, at once."""
+    root = Partitions(tmp_path)(graph, world, "random")
+
+    def steps(data: Data, ready: Callable[[Any], Any]) -> list[Tensor]:
+        found = []
+        for kind, again in product((Aggregates, Updates), (False, True)):
+            torch.manual_seed(0)
+            layer, x = ready(kind().double()), data.x.clone().requires_grad_()
+            given = layer, x, data.edge_index
+            out = checkpoint(*given, use_reentrant=False) if again else layer(*given[1:])
+            out.square().mean().backward()
+            found += [out, x.grad, layer.norm.weight.grad, layer.norm.running_mean, torch.rand(2)]
+        return [whole(t).detach() for t in found]
+
+    expected = steps(graph, lambda layer: layer)
+    for found in parts(lambda: steps(pyg_sar.load_partition(root), pyg_sar.distribute), world):
+        wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
+        assert max(wrong) <= TOLERANCE, wrong

@@ -34,7 +34,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
-from pyg_sar.engine.analysis import needs_sorted_edges
+from pyg_sar.engine.analysis import needs_sorted_edges, title_of
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
@@ -605,14 +605,8 @@ class GlobalPropagation(DistMessagePassing):
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                     out = super().propagate(edges, **local)
         except DistributedIndexError as error:
-            if not (error.mixes_edges and has_own(self, "aggregate")) or self.explain:
+            if not (error.mixes_edges and self._may_mix()):
                 raise
-            return self._on_whole_graph(edge_index, kwargs, error)
-        if not isinstance(out, Tensor):
-            error = DistributedIndexError(
-                f"{type(self).__name__} aggregates to a {type(out).__name__} (rank "
-                f"{call.comm.rank}), of which it is not known which rows they have"
-            )
             return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
             out = call.results(out, (), {})
@@ -624,6 +618,19 @@ class GlobalPropagation(DistMessagePassing):
             found = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
+
+    def _may_mix(self) -> bool:
+        """Returns whether it may run on the whole graph: a method of its own sees all edges."""
+        update = has_own(self, "update") and update_asks_for_edges(self)
+        return not self.explain and (update or has_own(self, "aggregate"))
+
+    def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        refused = "" if choice.rows is None else choice.rows.agreed.refused
+        if refused and self._may_mix():  # Of one worker: several have raised.
+            error = DistributedIndexError(f"{title_of(self)} has all edges at once: {refused}")
+            error.mixes_edges = True
+            raise error
+        return super()._propagate_whole(edge_index, size, kwargs, choice)
 
     def _on_whole_graph(
         self, edge_index: Any, kwargs: dict[str, Any], why: DistributedIndexError | None = None
