@@ -296,3 +296,43 @@ def test_messages_of_a_layer_that_gives_tuples_run_once(world: int, graph: Data,
     for found in parts(lambda: steps(pyg_sar.load_partition(root), pyg_sar.distribute), world):
         wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
         assert max(wrong) <= TOLERANCE, wrong
+
+
+# Edges of a batch ############################################################
+
+
+class Batched(MessagePassing):
+    """Nodes ``[B, N, F]``, and edges that are given once or for each of the batch."""
+
+    def __init__(self, read: bool, flow: str) -> None:
+        super().__init__(node_dim=-2, flow=flow)
+        self.read = read
+
+    def forward(self, x: Tensor, edge_index: Tensor, e: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, e=e)
+
+    def message(self, x_j: Tensor, e: Tensor) -> Tensor:
+        e = e.expand(2, -1, -1)
+        return torch.cat([x_j, e], -1) if self.read else e
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("read", [True, False])
+def test_edges_of_a_batch_are_refused_by_name(read: bool, flow: str, root: Path, graph: Data):
+    """Their rows do not follow reversed edges; ``[E, *]`` does, as the error says."""
+
+    def outs(data: Data, ready: Callable[[Any], Any], batched: bool = False) -> Tensor:
+        e = data.edge_attr
+        given = (
+            torch.stack([data.x, data.x]),
+            data.edge_index,
+            torch.stack([e, e]) if batched else e,
+        )
+        return whole(ready(Batched(read, flow))(*given).transpose(0, 1))
+
+    expected = outs(graph, lambda layer: layer)
+    for found in parts(lambda: outs(pyg_sar.load_partition(root), pyg_sar.distribute), WORLD):
+        assert error(found, expected) <= TOLERANCE
+    if read or flow == "target_to_source":
+        with pytest.raises(WorkerError, match=r"Batched \(rank 0\) takes 'e' of shape \[2, "):
+            parts(lambda: outs(pyg_sar.load_partition(root), pyg_sar.distribute, True), WORLD)
