@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import TOLERANCE, Partitions, error, make_graph, parts, whole, workers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -244,3 +245,98 @@ def test_errors_name_the_class_of_the_user(root: Path):
     notes = "\n".join(getattr(caught.value.__cause__, "__notes__", []))
     text = f"{caught.value}\n{notes}"
     assert "Own" in text and "DistOwn" not in text and "Own 'Own'" not in text
+
+
+# Aggregates that are no tensor ###############################################
+
+
+class Pair(MessagePassing):
+    """Returns messages beside their sums, as neural-lam's layers do, or sums twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        total, other = self.propagate(edge_index, x=x)
+        return total + other.sum()
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(self.norm(x_j), 0.5)
+
+
+class Aggregates(Pair):
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> tuple[Tensor, Tensor]:
+        return super().aggregate(inputs, index, dim_size=dim_size), inputs
+
+
+class Updates(Pair):
+    def update(self, inputs: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, 2 * inputs
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_messages_of_a_layer_that_gives_tuples_run_once(world: int, graph: Data, tmp_path: Path):
+    """Numbers are drawn, statistics moved and tensors saved as in one process, at once."""
+    root = Partitions(tmp_path)(graph, world, "random")
+
+    def steps(data: Data, ready: Callable[[Any], Any]) -> list[Tensor]:
+        found = []
+        for kind, again in product((Aggregates, Updates), (False, True)):
+            torch.manual_seed(0)
+            layer, x = ready(kind().double()), data.x.clone().requires_grad_()
+            given = layer, x, data.edge_index
+            out = checkpoint(*given, use_reentrant=False) if again else layer(*given[1:])
+            out.square().mean().backward()
+            found += [out, x.grad, layer.norm.weight.grad, layer.norm.running_mean, torch.rand(2)]
+        return [whole(t).detach() for t in found]
+
+    expected = steps(graph, lambda layer: layer)
+    for found in parts(lambda: steps(pyg_sar.load_partition(root), pyg_sar.distribute), world):
+        wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
+        assert max(wrong) <= TOLERANCE, wrong
+
+
+# Edges of a batch ############################################################
+
+
+class Batched(MessagePassing):
+    """Nodes ``[B, N, F]``, and edges that are given once or for each of the batch."""
+
+    def __init__(self, read: bool, flow: str) -> None:
+        super().__init__(node_dim=-2, flow=flow)
+        self.read = read
+
+    def forward(self, x: Tensor, edge_index: Tensor, e: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, e=e)
+
+    def message(self, x_j: Tensor, e: Tensor) -> Tensor:
+        e = e.expand(2, -1, -1)
+        return torch.cat([x_j, e], -1) if self.read else e
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("read", [True, False])
+def test_edges_of_a_batch_are_right_or_refused(read: bool, flow: str, root: Path, graph: Data):
+    """Their rows do not follow reversed edges; ``[E, *]`` does, as the error says."""
+
+    def outs(data: Data, ready: Callable[[Any], Any], batched: bool = False) -> Tensor:
+        e = data.edge_attr
+        given = (
+            torch.stack([data.x, data.x]),
+            data.edge_index,
+            torch.stack([e, e]) if batched else e,
+        )
+        return whole(ready(Batched(read, flow))(*given).transpose(0, 1))
+
+    expected = outs(graph, lambda layer: layer)
+    for found in parts(lambda: outs(pyg_sar.load_partition(root), pyg_sar.distribute), WORLD):
+        assert error(found, expected) <= TOLERANCE
+    if flow == "source_to_target":
+        batched = parts(lambda: outs(pyg_sar.load_partition(root), pyg_sar.distribute, True), WORLD)
+        assert all(error(found, expected) <= TOLERANCE for found in batched)
+    else:
+        with pytest.raises(WorkerError, match=r"Batched \(rank 0\) takes 'e' of shape \[2, "):
+            parts(lambda: outs(pyg_sar.load_partition(root), pyg_sar.distribute, True), WORLD)

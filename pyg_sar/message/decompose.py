@@ -292,6 +292,7 @@ def _taken(place: int) -> Finish:
 
 
 EDGES, TARGETS = 23, 7
+NOT_KNOWN = ", of which it is not known which rows they have"
 _TOLERANCE = {8: 1e-9, 4: 1e-4}
 
 
@@ -331,6 +332,7 @@ class AggregateCheck:
         values = torch.randn(shape, generator=draw) * 4.0 ** torch.randint(4, shape, generator=draw)
         self.messages = values.to(rows.dtype).to(rows.device)
         self.index = torch.arange(EDGES, device=rows.device) * TARGETS // EDGES
+        self.gives: type = Tensor
 
     def found(self, knows_order: bool) -> tuple[str, tuple[str, ...]]:
         """Returns why it can't run over workers (or an empty string), and what it changes itself.
@@ -338,10 +340,12 @@ class AggregateCheck:
         Args:
             knows_order: The edges' order in the whole graph is known.
         """
-        if not self.messages.is_floating_point():
-            return "", ()
         every = torch.arange(EDGES, device=self.index.device)
         whole, changed = self._run(every)
+        if not issubclass(self.gives, Tensor):
+            return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}", ()
+        if not self.messages.is_floating_point():
+            return "", ()
         if whole is None or not alike(whole, self._run(every)[0]):
             return "", ()  # random also in evaluation: nothing can be told
         changes = Changes()
@@ -394,6 +398,7 @@ class AggregateCheck:
             changes = [*state.changes()]
         finally:
             state.restore()
+        self.gives = type(out)
         if not isinstance(out, Tensor) or not -out.dim() <= axis < out.dim():
             return None, changes
         out = out.movedim(axis, 0)

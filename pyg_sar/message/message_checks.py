@@ -75,6 +75,19 @@ def row_levels(
     return edges, nodes
 
 
+def refuse_batched_edges(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> None:
+    """Refuses tensors of edges ``[B, E, *]``, whose rows don't follow their edges."""
+    axis, edges = int(layer.node_dim), edge_index.size(1)
+    for name, value in unsuffixed(layer, kwargs).items():
+        shape = list(value.shape)
+        if len(shape) > 2 and -len(shape) <= axis < len(shape) and shape[axis] == edges != shape[0]:
+            raise DistributedIndexError(
+                f"{type(layer).__name__} (rank {edge_index.plan.rank}) takes "
+                f"'{name.rpartition('.')[2]}' of shape {shape}, with its edges along axis {axis}: "
+                "pass it as [E, *], each edge's row once, and expand it in the method that takes it"
+            )
+
+
 # Rows of a message ############################################################
 
 

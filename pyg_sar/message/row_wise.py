@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.errors import PygSarError
-from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, alike, is_known
+from pyg_sar.message.decompose import EDGES, NOT_KNOWN, TARGETS, AggregateCheck, alike, is_known
 from pyg_sar.message.dependence import Observation, without_statistics
 from pyg_sar.message.layer_facts import hooks_of
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
@@ -204,6 +204,8 @@ class RowCheck:
             )
         elif mixed or trace.differs or "python" in trace.causes.found:
             reason = f"its message {_reason(trace)}"
+        elif not isinstance(second.nodes, Tensor | None):
+            reason = f"its update() gives a {type(second.nodes).__name__}{NOT_KNOWN}"
         elif any(self._kind(trace, t, NODE) == "mixed" for t in _tensors(second.nodes)):
             reason = f"its update() {_reason(trace)}"
         else:
@@ -304,6 +306,8 @@ class RowCheck:
         data = self.layer.inspector.collect_param_data("aggregate", dict(own))
         with torch.no_grad():
             total = self.layer.aggregate(out.detach(), **data)
+        if not isinstance(total, Tensor):
+            return None
         targets = NODE + torch.arange(trace.sizes.targets, dtype=torch.int32)
         axis = self._axis % total.dim()
         shape = [-1 if k == axis else 1 for k in range(total.dim())]

@@ -35,7 +35,7 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
-from pyg_sar.engine.analysis import needs_sorted_edges
+from pyg_sar.engine.analysis import needs_sorted_edges, title_of
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
@@ -617,12 +617,6 @@ class GlobalPropagation(DistMessagePassing):
             if not error.mixes_edges or self.explain:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
-        if not isinstance(out, Tensor):
-            error = DistributedIndexError(
-                f"{type(self).__name__} aggregates to a {type(out).__name__} (rank "
-                f"{call.comm.rank}), of which it is not known which rows they have"
-            )
-            return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
             out = call.results(out, (), {})
         else:
@@ -633,6 +627,16 @@ class GlobalPropagation(DistMessagePassing):
             found = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
+
+    def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        refused = "" if choice.rows is None else choice.rows.agreed.refused
+        update = has_own(self, "update") and update_asks_for_edges(self)
+        own = update or has_own(self, "aggregate")
+        if refused and own and not self.explain:  # Of one worker: several have raised.
+            error = DistributedIndexError(f"{title_of(self)} has all edges at once: {refused}")
+            error.mixes_edges = True
+            raise error
+        return super()._propagate_whole(edge_index, size, kwargs, choice)
 
     def _on_whole_graph(
         self, edge_index: Any, kwargs: dict[str, Any], why: DistributedIndexError | None = None

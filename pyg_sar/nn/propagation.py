@@ -31,7 +31,7 @@ from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.dependence import norms_over_rows
 from pyg_sar.message.layer_facts import asked_by, facts_of, standing_in
-from pyg_sar.message.message_checks import maximum, row_levels
+from pyg_sar.message.message_checks import maximum, refuse_batched_edges, row_levels
 from pyg_sar.message.program import STAND_INS, DeferredEdge, check_nodes
 from pyg_sar.message.row_wise import SIZE_NAMES
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
@@ -456,6 +456,7 @@ def reversed_call(
     layer: Any, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
 ) -> tuple[DistEdgeIndex, dict[str, Any]]:
     """Returns the edges at the owners of the nodes that sum, with edge-level tensors there."""
+    refuse_batched_edges(layer, edge_index, kwargs)
     edges = reversed_edges(edge_index)
     key = (type(layer), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
     if key not in edges.edge_level:
