@@ -12,6 +12,7 @@ from oracle import (
     ALL_POLICIES,
     BUDGET,
     MODES,
+    both,
     error,
     make_graph,
     node_losses,
@@ -27,6 +28,7 @@ from torch_geometric.nn import (
     GATv2Conv,
     GINConv,
     GraphConv,
+    HypergraphConv,
     MessagePassing,
     SAGEConv,
     TransformerConv,
@@ -272,3 +274,57 @@ def test_the_first_targets_alone_are_refused_with_a_remedy(tmp_path: Path) -> No
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
     for texts in parts(_some_targets, 2, tmp_path / "parts"):
         assert len(texts) == 18 and all("layer((h, h), edge_index)[:k]" in text for text in texts)
+
+
+# Hypergraphs ##################################################################
+
+ATTENTION = {"use_attention": True, "heads": 2}
+HYPERGRAPHS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "by node": {**ATTENTION, "attention_mode": "node"},
+    "by hyperedge": {**ATTENTION, "attention_mode": "edge", "concat": False},
+}
+
+
+def hypergraph() -> HeteroData:
+    """Hyperedges as nodes of a type, of which the last ones hold nothing, as in ``relation``."""
+    data = relation()
+    data["b"].x = torch.randn(TARGETS, WIDE, dtype=torch.float64)
+    data["b"].weight = torch.rand(TARGETS, dtype=torch.float64) + 0.5
+    return data
+
+
+def of_hypergraph(data: HeteroData, distributed: bool) -> list[Tensor]:
+    """Two layers of each kind: outputs and all gradients."""
+    found = []
+    for options in HYPERGRAPHS.values():
+        torch.manual_seed(0)
+        layer = HypergraphConv(WIDE, OUT, **options).double()
+        layer = pyg_sar.distribute(layer) if distributed else layer
+        x = data["a"].x.clone().requires_grad_()
+        rows = data["b"].x.clone().requires_grad_()
+        weight = data["b"].weight.clone().requires_grad_()
+        edges = data["a", "to", "b"].edge_index
+        attr = rows if options else None
+        out = layer(x, edges, weight, attr)
+        numbered = layer(x, edges, hyperedge_attr=attr, num_edges=data["b"].num_nodes)
+        (out.sin().sum() + numbered.cos().sum()).backward()
+        grads = [t.grad for t in (x, weight, *([rows] if options else []))]
+        found += [whole(t).detach() for t in (out, numbered, *grads)]
+        found += [p.grad for p in layer.parameters()]
+    return found
+
+
+def _of_hypergraph(root: Path) -> list[Tensor]:
+    return of_hypergraph(pyg_sar.load_partition(root), True)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_hyperedges_are_nodes_of_a_type(world: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    data = hypergraph()
+    pyg_sar.write_partitions(data, world, tmp_path / "parts")
+    expected = of_hypergraph(data, False)
+    for found in both(_of_hypergraph, world, tmp_path / "parts"):
+        wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
+        assert max(wrong) < 1e-10, wrong
