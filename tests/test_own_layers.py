@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import TOLERANCE, Partitions, error, make_graph, parts, whole, workers
+from oracle import OUT, TOLERANCE, Partitions, error, make_graph, parts, whole, workers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as gnn
@@ -304,6 +304,46 @@ def test_messages_of_a_layer_that_gives_tuples_run_once(world: int, graph: Data,
 
     expected = steps(graph, lambda layer: layer)
     for found in parts(lambda: steps(pyg_sar.load_partition(root), pyg_sar.distribute), world):
+        wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
+        assert max(wrong) <= TOLERANCE, wrong
+
+
+class OfAllEdges(gnn.APPNP):
+    """PyG's forward draws before its message, which depends on all edges."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+        return edge_weight.view(-1, 1) * (x_j - x_j.mean(0))
+
+
+class MapsBefore(gnn.SAGEConv):
+    """PyG's forward moves statistics before its message, which depends on all edges."""
+
+    def __init__(self) -> None:
+        super().__init__(CHANNELS, OUT, project=True)
+        norm = torch.nn.BatchNorm1d(CHANNELS)
+        self.lin = torch.nn.Sequential(torch.nn.Linear(CHANNELS, CHANNELS), norm)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j - x_j.mean(0)
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+def test_what_comes_before_a_message_of_all_edges_runs_once(graph: Data, root: Path):
+    def steps(data: Data, ready: Callable[[Any], Any]) -> list[Tensor]:
+        found = []
+        for make, again in product((lambda: OfAllEdges(3, 0.1, 0.4), MapsBefore), (False, True)):
+            torch.manual_seed(0)
+            layer, x = ready(make().double()), data.x.clone().requires_grad_()
+            for _ in range(2):
+                given = layer, x, data.edge_index
+                out = checkpoint(*given, use_reentrant=False) if again else layer(*given[1:])
+                out.square().mean().backward()
+                found += [out, x.grad.clone(), *[b for b in layer.buffers() if b.dim()]]
+            found.append(torch.rand(2))
+        return [whole(t).detach().clone() for t in found]
+
+    expected = steps(graph, lambda layer: layer)
+    for found in parts(lambda: steps(pyg_sar.load_partition(root), pyg_sar.distribute), WORLD):
         wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
         assert max(wrong) <= TOLERANCE, wrong
 

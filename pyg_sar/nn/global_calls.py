@@ -26,6 +26,7 @@ from torch_geometric.nn import (
     HANConv,
     HypergraphConv,
     LabelPropagation,
+    MeshCNNConv,
     MessagePassing,
     RGCNConv,
     SuperGATConv,
@@ -530,7 +531,11 @@ class GlobalCalls:
         if not _ENTRIES.isdisjoint(vars(self)):
             refuse_entry(self, current().rank)
         if isinstance(self, MessagePassing) and holds_foreign_module(self):
-            return self._on_all_nodes()(*args, **kwargs)  # It was put there after distribute().
+            own: Any = type(self)  # Something was put there after distribute().
+            self.__class__ = global_class(own.replaced, True)
+            for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
+                vars(self)[name] = None
+            return self(*args, **kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -540,24 +545,12 @@ class GlobalCalls:
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
         explaining = explained(self, args, kwargs)
-        try:
-            with explaining, call.parameters(), own_rows_only():
-                own_args, own_kwargs = call.arguments(args, kwargs)
-                own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
-                with call.draws(own_args, own_kwargs):
-                    out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
-        except DistributedIndexError as error:
-            if not error.mixes_edges or getattr(self, "explain", False):
-                raise
-            return self._on_all_nodes()(*args, **kwargs)
+        with explaining, call.parameters(), own_rows_only():
+            own_args, own_kwargs = call.arguments(args, kwargs)
+            own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
+            with call.draws(own_args, own_kwargs):
+                out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
-
-    def _on_all_nodes(self: Any) -> Any:
-        """Returns the layer, whose forward() works on tensors of the whole graph from now on."""
-        self.__class__ = global_class(type(self).replaced, True)
-        for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
-            vars(self)[name] = None
-        return self
 
 
 def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -709,16 +702,15 @@ class GlobalHypergraph(GlobalPropagation):
 
 _OWN_WAYS = {SuperGATConv: GlobalSuperGAT, HypergraphConv: GlobalHypergraph}
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
-_WORK_ON_ALL_NODES = (ARMAConv, HANConv, LabelPropagation, *_FIND_EDGES)
+_WORK_ON_ALL_NODES = (ARMAConv, HANConv, MeshCNNConv, LabelPropagation, *_FIND_EDGES)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _ASKED = frozenset(
     {
-        *("message", "aggregate", "update", "edge_update", "message_and_aggregate"),
         *("reset_parameters", "propagate", "collect", "edge_updater", "edge_collect"),
         *("_orig_propagate", "_jinja_propagate", "_orig_edge_updater", "_jinja_edge_updater"),
     }
 )
-"""Methods whose analysis asks what they do with rows, or that no forward pass calls with them."""
+"""Methods that no forward pass calls with rows, but those that PyG writes."""
 _OF_ALL = frozenset({"to_dense_adj", "knn", "knn_graph", "radius", "radius_graph"})
 """Functions of, or on, all nodes; layers that call them work on these."""
 
