@@ -459,6 +459,7 @@ def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
     assert errors[0] <= 2 * errors[1]
 
 
+@pytest.mark.filterwarnings("ignore:RGATConv .*out of range:pyg_sar.errors.OneShotWarning")
 def test_an_edge_of_no_relation_is_an_error() -> None:
     data = make_graph()
     model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())
