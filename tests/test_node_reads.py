@@ -1,4 +1,4 @@
-"""Messages that index a node tensor themselves are refused by name; tables are not."""
+"""Messages that index a node tensor themselves are exact, as those that index tables."""
 
 from __future__ import annotations
 
