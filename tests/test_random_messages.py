@@ -184,11 +184,12 @@ ON_THE_WHOLE_GRAPH = [
 ]
 
 
-def test_what_depends_on_other_edges_runs_on_the_whole_graph(tmp_path: Path):
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_depends_on_other_edges_runs_on_the_whole_graph(world: int, tmp_path: Path):
     """Each act that no worker can do with its own edges, in all modes, and a warning names it."""
     every = [SARPolicy(mode=3), *POLICIES]
     jobs = [(p, [every[0], every[1 + k % len(POLICIES)]]) for k, p in enumerate(ON_THE_WHOLE_GRAPH)]
-    wrong, outcomes = judge(tmp_path, 2, graph(), jobs)
+    wrong, outcomes = judge(tmp_path, world, graph(), jobs)
     assert not wrong, wrong
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
         assert not any(reasons), (program, reasons)

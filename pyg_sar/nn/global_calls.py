@@ -623,10 +623,9 @@ class GlobalPropagation(DistMessagePassing):
 
     def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
         refused = "" if choice.rows is None else choice.rows.agreed.refused
-        update = has_own(self, "update") and update_asks_for_edges(self)
-        own = update or has_own(self, "aggregate")
-        if refused and own and not self.explain:  # Of one worker: several have raised.
-            error = DistributedIndexError(f"{title_of(self)} has all edges at once: {refused}")
+        if refused and not self.explain:  # One worker has all edges, but in an order of its own.
+            title = f"{title_of(self)} can't be computed in the order that edges have here"
+            error = DistributedIndexError(f"{title}: {refused}")
             error.mixes_edges = True
             raise error
         return super()._propagate_whole(edge_index, size, kwargs, choice)
