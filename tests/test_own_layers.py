@@ -348,6 +348,22 @@ def test_what_comes_before_a_message_of_all_edges_runs_once(graph: Data, root: P
         assert max(wrong) <= TOLERANCE, wrong
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_message_of_all_edges_on_an_object(world: int, graph: Data, tmp_path: Path):
+    root = Partitions(tmp_path)(graph, world, "random")
+
+    def out(data: Data, ready: Callable[[Any], Any]) -> Tensor:
+        torch.manual_seed(0)
+        layer = gnn.SAGEConv(CHANNELS, OUT).double()
+        layer.message = lambda x_j: x_j.cumsum(0)
+        return whole(ready(layer)(data.x, data.edge_index))
+
+    expected = out(graph, lambda layer: layer)
+    for found in parts(lambda: out(pyg_sar.load_partition(root), pyg_sar.distribute), world):
+        assert error(found, expected) <= TOLERANCE
+
+
 # Edges of a batch ############################################################
 
 

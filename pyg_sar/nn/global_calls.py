@@ -63,6 +63,7 @@ from pyg_sar.wording import counted
 _LABEL = ("", "backward", "gradient sum")
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
 _EDGE_METHODS = "message", "edge_update"
+_METHODS = frozenset({*_EDGE_METHODS, "aggregate", "update", "message_and_aggregate"})
 _OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges"})
 _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
 
@@ -530,7 +531,9 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if not _ENTRIES.isdisjoint(vars(self)):
             refuse_entry(self, current().rank)
-        if isinstance(self, MessagePassing) and holds_foreign_module(self):
+        if isinstance(self, MessagePassing) and (
+            not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self)
+        ):
             own: Any = type(self)  # Something was put there after distribute().
             self.__class__ = global_class(own.replaced, True)
             for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
