@@ -218,7 +218,8 @@ class PartSource(RowSource):
         if unit == 0:
             return UnitRows(self.tensors)
         plan, tables, self._tables = self.plan, self._tables, None
-        assert tables is not None
+        if tables is None:
+            raise RuntimeError("Halo rows are opened once")
         self._hold(plan.num_halo)
         found = self._in_place(tables)
         return self._gathered(tables) if found is None else found

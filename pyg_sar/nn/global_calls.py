@@ -38,7 +38,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges, title_of
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
-from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
+from pyg_sar.message.layer_facts import asked_by, draws_nothing, hooks_of, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
@@ -554,6 +554,15 @@ class GlobalCalls:
             with call.draws(own_args, own_kwargs):
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
+
+    def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        refused = "" if choice.rows is None else choice.rows.agreed.refused
+        if refused and hooks_of(self, *_EDGE_METHODS):  # Several workers have raised.
+            raise DistributedIndexError(
+                f"{title_of(self)} can't be computed in the order that edges have here: {refused}"
+            )
+        whole: Any = super()
+        return cast(Tensor, whole._propagate_whole(edge_index, size, kwargs, choice))
 
 
 def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
