@@ -58,6 +58,8 @@ from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.tensors.node_tensor import is_transformed
+from pyg_sar.tensors.operands import wrap
+from pyg_sar.tensors.pointwise import known_rows
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -667,6 +669,11 @@ class GlobalPropagation(DistMessagePassing):
                 OneShotWarning,
                 stacklevel=3,
             )
+        if type(out) is Tensor and isinstance(edge_index, NodeTensor):
+            axis = int(self.node_dim)
+            rows = known_rows(edge_index, out.size(axis))
+            if rows is not None:  # Made with all rows gathered (a median's sort): own ones stay.
+                out = out.index_select(axis, wrap(rows.ids, rows, 0))
         return cast(Tensor, out)
 
     def _given_edges(self, edge_index: Any) -> Any:

@@ -167,9 +167,9 @@ def _mask(seeds: Tensor, rows: Rows) -> Tensor:
             raise ValueError(f"{wanted} of {counted(rows.total, 'nodes')} (got {len(seeds)})")
         mask = rows_at(seeds, rows, 0)
     elif isinstance(seeds, NodeTensor):
-        ids = rows.checked_together(seeds.local.long())
-        mask = torch.zeros(rows.count, dtype=torch.bool, device=ids.device)
-        rows.fetch(ids, seeds).put(torch.ones_like(ids, dtype=torch.bool), mask, False)
+        mask = torch.zeros(rows.count, dtype=torch.bool, device=seeds.device)
+        named = torch.ones(seeds.rows.count, dtype=torch.bool, device=seeds.device)
+        rows.fetch_by(seeds, -rows.total).put(named, mask, False)
     else:
         ids = rows.checked(seeds.to(rows.comm.device).long())
         mask = torch.zeros(rows.count, dtype=torch.bool, device=ids.device)

@@ -66,6 +66,7 @@ def edge_tensor(edges: Edges, rows: Rows) -> NodeTensor:
         edges: The distributed edges.
         rows: The layout of the edges.
     """
+    rows.ends = edges.targets, edges.sources
     out = NodeTensor(edges.index.as_subclass(Tensor).detach(), rows, 1)
     out.edges, out.make = edges, edges.global_ids
     return out

@@ -65,6 +65,7 @@ def _alike(target: NodeTensor, values: Any) -> bool:
 def _share(target: NodeTensor, values: NodeTensor) -> None:
     target._local, target.make, target.origin = values.local, None, values.origin
     target.writes, target._edges = values.writes, values._edges
+    target._column = values._column
 
 
 @method(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.__dlpack__)

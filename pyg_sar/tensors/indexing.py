@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Chosen:
         return source.index_select(axis, self.local)
 
 
-def choose(rows: Rows, index: Tensor) -> Chosen:
-    """Returns what a mask ``[N]`` or ids ``[K]`` choose of rows."""
+def choose(rows: Rows, index: Tensor, negative: bool = True) -> Chosen:
+    """Returns what a mask ``[N]`` or ids ``[K]`` choose of rows; may these be negative?"""
     if index.dtype in (torch.bool, torch.uint8):
         if index.size(0) != rows.total:
             raise IndexError(
@@ -64,7 +64,7 @@ def choose(rows: Rows, index: Tensor) -> Chosen:
         chosen = rows.selected(own(index, rows, 0).bool(), index)
         return Chosen(chosen, _source(chosen))
     if isinstance(index, NodeTensor):
-        return Chosen(index.rows, rows.fetch(rows.checked_together(index.local), index))
+        return Chosen(index.rows, rows.fetch_by(index, -rows.total if negative else 0))
     chosen = rows.taken(index)
     return Chosen(chosen, _source(chosen))
 
@@ -198,7 +198,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
         return wrap(out, index.rows, dim)
     if dim != source.axis:
         return wrap(func(source.local, dim, whole(index, "index_select")), source.rows, source.axis)
-    chosen = choose(source.rows, index)
+    chosen = choose(source.rows, index, negative=False)
     return wrap(chosen.read(source.local, dim), chosen.rows, dim)
 
 
@@ -307,6 +307,8 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     dim, axis, rows = dim % first.dim(), first.axis, first.rows
     if dim == axis and not isinstance(source, NodeTensor):
         return wrap(func(source, dim, index.local), rows, axis)  # by rows of what all workers hold
+    if dim == axis and index.dim() == source.dim() and _id_per_row(source, index):
+        return wrap(source.rows.fetch_by(index, 0).get(source.local), index.rows, 0)
     if dim == axis or source.size(axis) != index.size(axis):
         return by_gathering(func, args, kwargs)
     return wrap(func(own(source, rows, axis), dim, own(index, rows, axis)), rows, axis)
@@ -349,9 +351,17 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
         put = _PUT if writes else torch.ops.aten.index_put.default
         return put(target, [*[None] * dim, index], scaled, True)
     adds = name in ("scatter_add", "index_add") or given.get("reduce") in ("sum", "add")
-    if isinstance(target, NodeTensor):
-        return _scatter_gathered(func, args, kwargs, writes)
     fills = name == "scatter" and value_name == "value" and given.get("reduce") is None
+    if isinstance(target, NodeTensor):
+        if adds or given.get("reduce") is not None:
+            return _into_own(func, given, target, index, value_name, writes)
+        if not fills or index.dim() != target.dim() or not _id_per_row(target, index):
+            return _scatter_gathered(func, args, kwargs, writes)
+        named = torch.ones(index.rows.count, dtype=torch.bool, device=index.device)
+        none = torch.zeros(target.rows.count, dtype=torch.bool, device=index.device)
+        there = target.rows.fetch_by(index, 0).put(named, none, False)
+        fill = target.masked_fill_ if writes else target.masked_fill
+        return fill(wrap(there, target.rows, 0).view(-1, *[1] * (target.dim() - 1)), values)
     if fills and isinstance(index, NodeTensor) and index.axis == dim:
         out = torch.where(_there(target, index.local, dim, index.rows), values, target)
         return target.copy_(out) if writes else out.to(target.dtype)
@@ -360,6 +370,38 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     if not adds or not isinstance(values, Tensor):
         return _scatter_gathered(func, args, kwargs, writes)
     return _add_into_plain(func, given, target, values, value_name, dim, writes)
+
+
+def _id_per_row(source: Tensor, index: Tensor) -> bool:
+    """Returns whether an index, as wide as a source, holds one id of its rows in each row."""
+    if not isinstance(source, NodeTensor) or not isinstance(index, NodeTensor):
+        return False
+    found = source.axis == index.axis == 0 and index.column is not None
+    return found and index.shape[1:] in ((), source.shape[1:])
+
+
+def _into_own(
+    func: Any, given: Any, target: NodeTensor, index: Tensor, name: str, writes: bool
+) -> NodeTensor:
+    """Sends each row of values to the owner of the row that it goes into, which reduces them."""
+    values, rows, axis = given[name], target.rows, target.axis
+    wide = isinstance(values, Tensor) and (len(index), *target.shape[1:]) == values.shape
+    by_axis = func._schema.name.startswith("aten::index_")
+    narrow = index.dim() == (1 if by_axis else target.dim())
+    if not (wide and narrow and _id_per_row(target, index)):
+        everything = called(func, given, self=whole(target, "scatter"))  # N rows, not E
+        found = rows.cut(everything, axis)
+    else:
+        ids = cast(NodeTensor, index)
+        numbers, sent = rows.fetch_by(ids, 0).sent(own(values, ids.rows, 0))
+        if not by_axis:
+            numbers = numbers.view(-1, *[1] * (sent.dim() - 1)).expand_as(sent)
+        found = called(func, given, self=target.local, index=numbers, **{name: sent})
+    if not writes:
+        return wrap(found, rows, axis)
+    if found is not target.local:
+        target.local.copy_(found)
+    return target
 
 
 @rule("masked_scatter")

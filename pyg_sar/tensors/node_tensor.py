@@ -97,6 +97,8 @@ class NodeTensor(Tensor):
         make: Finds this worker's rows, where nothing has asked for them yet. Collective.
         writes: Counts writes into its memory.
         origin: What it, or the tensor that it shares memory with, is a copy of.
+        column: Of a tensor with one number per row, repeated or not: which tensor's row (-1: the
+            tensor itself) these numbers are. Plans made for ids are known again by it.
     """
 
     rows: Rows
@@ -106,6 +108,7 @@ class NodeTensor(Tensor):
     origin: Origin | None
     _local: Tensor
     _edges: tuple[Any, int]
+    _column: tuple[NodeTensor, int] | None
 
     @staticmethod
     def __new__(cls, local: Tensor, rows: Rows, axis: int) -> NodeTensor:
@@ -123,7 +126,7 @@ class NodeTensor(Tensor):
             requires_grad=False,
         )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
-        out.writes, out._edges = Writes(local), (None, 0)
+        out.writes, out._edges, out._column = Writes(local), (None, 0), None
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -138,6 +141,15 @@ class NodeTensor(Tensor):
     @edges.setter
     def edges(self, edges: Any) -> None:
         self._edges = edges, self.writes.count
+
+    @property
+    def column(self) -> tuple[NodeTensor, int] | None:
+        one_each = self._column is None and self.numel() == self.rows.total
+        return (self, -1) if one_each else self._column
+
+    @column.setter
+    def column(self, column: tuple[NodeTensor, int] | None) -> None:
+        self._column = column
 
     @property
     def local(self) -> Tensor:

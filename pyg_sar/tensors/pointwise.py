@@ -133,10 +133,11 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def known_rows(source: NodeTensor, total: int) -> Rows | None:
-    """Returns the layout with as many rows among a tensor's own and those it was selected from."""
+    """Returns the layout with as many rows: a tensor's, what it was selected from, edges' nodes."""
     rows: Rows | None = source.rows
     while rows is not None and rows.total != total:
-        rows = rows.parent
+        ends = [one for one in rows.ends if one.total == total]
+        rows = ends[0] if ends else rows.parent
     return rows
 
 

@@ -133,15 +133,19 @@ def unlike_plain(ranks: str, comm: Communicator) -> str:
     )
 
 
-def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+def all_to_all(
+    parts: Sequence[Tensor], comm: Communicator, theirs: Sequence[int] | None = None
+) -> list[Tensor]:
     """Sends a tensor to each worker, and returns those that each worker sent here.
 
     Args:
         parts: ``[k_q, *]`` for each worker q, alike but for their first axis.
         comm: The workers.
+        theirs: How many rows each worker sends here, where known.
     """
-    counts = torch.tensor([part.size(0) for part in parts], device=comm.device)
-    theirs = [int(c[comm.rank]) for c in comm.all_gather(counts, label=_LABEL)]
+    if theirs is None:
+        counts = torch.tensor([part.size(0) for part in parts], device=comm.device)
+        theirs = [int(c[comm.rank]) for c in comm.all_gather(counts, label=_LABEL)]
     got = [parts[0].new_empty(n, *parts[0].shape[1:]) for n in theirs]
     got[comm.rank] = parts[comm.rank]
     others = [rank != comm.rank for rank in range(comm.world_size)]
@@ -176,25 +180,61 @@ class Fetch:
 
     def __init__(self, owner: Tensor, place: Tensor, num_local: int, comm: Communicator) -> None:
         self.comm, self.num_local = comm, num_local
-        order = owner.argsort(stable=True)
-        self._back = torch.empty_like(order)
-        self._back[order] = torch.arange(order.numel(), device=order.device)
-        self._order = order
-        counts = torch.bincount(owner, minlength=comm.world_size).tolist()
-        self._counts = counts
-        self._sends = all_to_all(list(place[order].split(counts)), comm)
+        away = torch.tensor([int((owner != comm.rank).any())], device=comm.device)
+        self._here = not int(comm.all_reduce(away, "max", label=_LABEL))  # on all workers
+        self._row = place
+        self._each: tuple[Tensor, list[int], list[Tensor]] | None = None
+        if self._here:
+            return
+        # A row that is wanted more than once travels once.
+        span = int(place.max()) + 1 if place.numel() else 1
+        wanted, self._row = torch.unique(owner * span + place, return_inverse=True)
+        self._owner, self._place = wanted // span, wanted % span
+        self._counts = torch.bincount(self._owner, minlength=comm.world_size).tolist()
+        self._sends = all_to_all(list(self._place.split(self._counts)), comm)
 
     def get(self, local: Tensor) -> Tensor:
         """Returns the rows that are wanted here: ``[num_local, *]`` to ``[K, *]``."""
-        found = all_to_all([local.index_select(0, rows) for rows in self._sends], self.comm)
-        return torch.cat(found).index_select(0, self._back)
+        if self._here:
+            return local.index_select(0, self._row)
+        sends = [local.index_select(0, rows) for rows in self._sends]
+        return torch.cat(all_to_all(sends, self.comm, self._counts)).index_select(0, self._row)
 
     def put(self, rows: Tensor, out: Tensor, accumulate: bool) -> Tensor:
         """Writes, or adds, rows ``[K, *]`` into those of their owners, ``out`` in place."""
-        parts = rows.index_select(0, self._order).split(self._counts)
-        for index, part in zip(self._sends, all_to_all(list(parts), self.comm), strict=True):
-            out.index_put_((index,), part, accumulate)
+        if self._here:
+            return _put(out, self._row, rows, accumulate)
+        mine = rows.new_zeros(sum(self._counts), *rows.shape[1:])
+        parts = _put(mine, self._row, rows, accumulate).split(self._counts)
+        theirs = [rows.numel() for rows in self._sends]
+        for index, part in zip(self._sends, all_to_all(parts, self.comm, theirs), strict=True):
+            _put(out, index, part, accumulate)
         return out
+
+    def sent(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends each row ``[K, *]`` to the owner of the row that it names.
+
+        Returns:
+            The numbers of own rows that were named, on any worker, and the rows sent to them.
+        """
+        if self._here:
+            return self._row, rows
+        if self._each is None:
+            owner, place = self._owner[self._row], self._place[self._row]
+            order = owner.argsort(stable=True)
+            counts = torch.bincount(owner, minlength=self.comm.world_size).tolist()
+            self._each = order, counts, all_to_all(place[order].split(counts), self.comm)
+        order, counts, named = self._each
+        parts = rows.index_select(0, order).split(counts)
+        theirs = [places.numel() for places in named]
+        return torch.cat(named), torch.cat(all_to_all(parts, self.comm, theirs))
+
+
+def _put(out: Tensor, index: Tensor, rows: Tensor, accumulate: bool) -> Tensor:
+    if not accumulate or rows.dtype == torch.bool:
+        return out.index_put_((index,), rows, accumulate)
+    # Several times as quick as index_put_() where ids repeat.
+    return out.scatter_add_(0, index.view(-1, *[1] * (rows.dim() - 1)).expand_as(rows), rows)
 
 
 class Rows:
@@ -210,6 +250,7 @@ class Rows:
     Attributes:
         parent: The rows that these were selected from, if so.
         source: Their numbers among this worker's rows of the parent, ``[count]``.
+        ends: Of edges: the rows of the nodes that they join, targets first.
         compared: Of nodes of a message flow graph: the layers whose models were shown to compute
             the same on the whole graph.
         parts: Of joined rows each part by its place: its layout, and its first row's number here.
@@ -224,6 +265,7 @@ class Rows:
         self._ids = ids
         self.parent: Rows | None = None
         self.source: Tensor | None = None
+        self.ends: tuple[Rows, ...] = ()
         self.compared: WeakSet[Any] | None = None
         self.parts: dict[tuple[int, int], tuple[Rows, int]] = {}
         self.shared = False
@@ -365,8 +407,12 @@ class Rows:
                 index = torch.where(index < 0, index + self.total, index)
         return index
 
-    def checked_together(self, index: Tensor) -> Tensor:
+    def checked_together(self, index: Tensor, lowest: int) -> Tensor:
         """Returns ids, another list on each worker, with negative ones counted from the end.
+
+        Args:
+            index: The ids.
+            lowest: The least id allowed, ``-total`` or 0.
 
         Raises:
             IndexError: On all workers, when one of them names none of the rows.
@@ -374,7 +420,7 @@ class Rows:
         low, high = (int(n) for n in index.aminmax()) if index.numel() else (0, 0)
         facts = torch.tensor([-low, high], device=self.comm.device)
         low, high = self.comm.all_reduce(facts, "max", label=_LABEL).tolist()
-        if -low < -self.total or (high >= self.total and self.total + high > 0):
+        if -low < lowest or (high >= self.total and self.total + high > 0):
             raise IndexError(
                 f"index {high if high >= self.total else -low} is out of bounds for dimension 0 "
                 f"with size {self.total}"
@@ -560,18 +606,38 @@ class Rows:
             # Some operators read memory without a look at its strides: that of COO to CSR.
             return out.movedim(0, axis).contiguous()
 
-    def fetch(self, ids: Tensor, known_by: Tensor | None = None) -> Fetch:
+    def fetch(self, ids: Tensor) -> Fetch:
         """Returns a plan to get rows of the whole, named on each worker by itself. Collective.
 
         Args:
             ids: Their places ``[K]``, none negative.
-            known_by: The tensor by which the plan is known again.
         """
-        key = ids if known_by is None else known_by
-        return self.keep(("fetch", id(key), written(key)), key, lambda: self._fetch(ids))
+        make = lambda: Fetch(*self.homes(ids), self.count, self.comm)  # noqa: E731
+        return self.keep(("fetch", id(ids), written(ids)), ids, make)
 
-    def _fetch(self, ids: Tensor) -> Fetch:
-        return Fetch(*self.homes(ids), self.count, self.comm)
+    def fetch_by(self, index: Any, lowest: int) -> Fetch:
+        """Returns the plan for a node tensor that holds one id per row, in one axis or repeated.
+
+        Args:
+            index: The ids, known again by :attr:`NodeTensor.column`.
+            lowest: The least id allowed, ``-total`` or 0. Negative ones count from the end.
+
+        Raises:
+            IndexError: On all workers, when one of them names none of the rows.
+        """
+        tensor, number = index.column
+        local = index.local.movedim(index.axis, 0)
+        ids = local.as_strided((local.size(0),), local.stride()[:1])
+
+        def make() -> Fetch:
+            homes = self.homes(self.checked_together(ids.long(), lowest))
+            return Fetch(*homes, self.count, self.comm)
+
+        if tensor.is_inference():
+            return make()  # Nobody counts writes into it.
+        writes = tensor.writes
+        key = "fetch", id(tensor), id(writes), writes.count, number, lowest
+        return self.keep(key, (tensor, writes), make)
 
     def homes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the worker of each row that this worker names, and its number there. Collective.

@@ -84,7 +84,14 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         return _same_edges(source)
     local = list(shape)
     local[axis] = rows.count
-    return wrap(source.local.reshape(local), rows, axis)
+    return _same_column(source, wrap(source.local.reshape(local), rows, axis))
+
+
+def _same_column(source: NodeTensor, out: NodeTensor) -> NodeTensor:
+    """Returns a view that has the same number in each row as its source, where that has one."""
+    if out.rows is source.rows:
+        out.column = source.column
+    return out
 
 
 def _same_edges(source: NodeTensor) -> NodeTensor:
@@ -101,7 +108,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     if shape[axis] not in (-1, source.rows.total):
         return by_gathering(func, args, kwargs)
     shape[axis] = source.rows.count
-    return wrap(source.local.expand(shape), source.rows, axis)
+    return _same_column(source, wrap(source.local.expand(shape), source.rows, axis))
 
 
 @rule("t", "transpose", "permute", "movedim", "swapaxes")
@@ -128,7 +135,8 @@ def _order(func: Any, args: Any, dim: int) -> list[int]:
 def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     dim = args[1] % (source.dim() + 1)
-    return wrap(source.local.unsqueeze(dim), source.rows, source.axis + (dim <= source.axis))
+    axis = source.axis + (dim <= source.axis)
+    return _same_column(source, wrap(source.local.unsqueeze(dim), source.rows, axis))
 
 
 @rule("squeeze")
@@ -142,7 +150,8 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     local = source.local
     for dim in sorted(dims, reverse=True):
         local = local.squeeze(dim)
-    return wrap(local, source.rows, source.axis - sum(d < source.axis for d in dims))
+    axis = source.axis - sum(d < source.axis for d in dims)
+    return _same_column(source, wrap(local, source.rows, axis))
 
 
 @rule("squeeze_", "unsqueeze_", "t_", "transpose_")
@@ -163,8 +172,15 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
     dim = dim % source.dim()
     if dim != source.axis:
         local = source.local.select(dim, number)
-        return wrap(local, source.rows, source.axis - (dim < source.axis))
+        out = wrap(local, source.rows, source.axis - (dim < source.axis))
+        return _as_column(source, out, number % source.size(dim))
     return one_row_of(source, int(number))
+
+
+def _as_column(source: NodeTensor, out: NodeTensor, number: int) -> NodeTensor:
+    if source.dim() == 2:
+        out.column = source, number
+    return out
 
 
 def one_row_of(source: NodeTensor, number: int) -> Tensor:
@@ -236,7 +252,10 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     if dim != source.axis:
         parts = func(source.local, *args[1:], **kwargs)
         axis = source.axis - (name == "unbind" and dim < source.axis)
-        return [wrap(part, source.rows, axis) for part in parts]
+        out = [wrap(part, source.rows, axis) for part in parts]
+        if name != "unbind":
+            return out
+        return [_as_column(source, part, number) for number, part in enumerate(out)]
     if name == "unbind":
         return list(by_gathering(func, args, kwargs))
     sizes = given.get("split_sizes")

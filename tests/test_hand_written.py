@@ -1,0 +1,141 @@
+"""Layers that researchers write without PyG's classes: rows by edges' ends, and scatter()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, Partitions, both, error, make_graph, whole, workers
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import scatter, softmax
+
+import pyg_sar
+from pyg_sar.tensors import NodeTensor
+
+
+def _reduced(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, edge_index: scatter(x[edge_index[0]], edge_index[1], 0, x.size(0), name)
+
+
+def _attention(x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    scores = softmax((x[row] * x[col]).sum(-1, keepdim=True).sin(), col, num_nodes=x.size(0))
+    return scatter(scores * x[row], col, 0, x.size(0))
+
+
+def _by_methods(x: Tensor, edge_index: Tensor) -> Tensor:
+    far, near = edge_index.unbind(0)
+    messages = x.gather(0, far.view(-1, 1).expand(-1, x.size(1))) * 2
+    out = messages.new_zeros(x.size(0), x.size(1)).index_add(0, near, messages)
+    least = messages.new_full((x.size(0), x.size(1)), 9.0)
+    return out + least.scatter_reduce(0, near[:, None].expand_as(messages), messages, "amin")
+
+
+def _repeated_ids(x: Tensor, edge_index: Tensor) -> Tensor:
+    """Ids in memory once per column, of which none knows that they are alike."""
+    messages = x.index_select(0, edge_index[0])
+    ids = edge_index[1].unsqueeze(-1).repeat(1, x.size(1))
+    out = messages.new_zeros(x.size(0), x.size(1)).scatter_add(0, ids, messages)
+    return out * messages.new_ones(x.shape).scatter_reduce(0, ids, messages, "prod")
+
+
+def _towards_sources(x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    most = scatter(x[col], row, 0, x.size(0), "max")
+    fewer = scatter(x[col], row, 0, None, "mul")  # of the nodes before the last with edges
+    return scatter(x[col].sin(), row, 0, x.size(0)) + most + fewer.sum(0)
+
+
+def _without_some(x: Tensor, edge_index: Tensor) -> Tensor:
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    return scatter(x[edge_index[0]], edge_index[1], 0, x.size(0), "max")
+
+
+def _filled(x: Tensor, edge_index: Tensor) -> Tensor:
+    ids = edge_index[1].view(-1, 1).expand(-1, x.size(1))
+    return x.sin().scatter(0, ids, 0.5) + x
+
+
+LAYERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{name: _reduced(name) for name in ("sum", "mean", "max", "min", "mul")},
+    "attention": _attention,
+    "methods": _by_methods,
+    "repeated ids": _repeated_ids,
+    "towards sources": _towards_sources,
+    "without some": _without_some,
+    "filled": _filled,
+}
+
+
+class Net(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.lin = name, torch.nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.lin(x) + LAYERS[self.name](self.lin(x).tanh(), edge_index)
+
+
+def _pass(net: torch.nn.Module, data: Any) -> list[Tensor | None]:
+    """Output, gradients of the input and of parameters, in a second call, in which plans stand."""
+    for _ in range(2):
+        net.zero_grad()
+        x = data.x.clone().requires_grad_()
+        out = net(x, data.edge_index)
+        (out.sin() * torch.linspace(0.5, 1, out.size(1), dtype=out.dtype)).sum().backward()
+    assert not isinstance(x, NodeTensor) or isinstance(out, NodeTensor)
+    return [whole(t) for t in (out, x.grad, *(p.grad for p in net.parameters()))]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("number", (1, 2, 3))
+def test_equal_to_one_process(name: str, number: int, graph: Data, partitions: Partitions) -> None:
+    root = partitions(graph, number)
+    torch.manual_seed(1)
+    net = Net(name).double()
+    expected = _pass(net, graph)
+
+    def work() -> float:
+        data = pyg_sar.load_partition(root)
+        torch.manual_seed(1)
+        own = pyg_sar.distribute(Net(name).double())
+        return max(map(error, _pass(own, data), expected))
+
+    assert max(both(work, number)) < 1e-10
+
+
+def test_rows_travel_once_and_sums_stay(root: Path) -> None:
+    """A row that many edges read is sent once, sums into own nodes send nothing."""
+
+    def work() -> tuple[int, int, int, int]:
+        data = pyg_sar.load_partition(root)
+        row, col = data.edge_index
+        far = set(row.local.tolist()) - set(data.x.rows.ids.tolist())
+        for _ in range(2):  # The plans are made in the first pass.
+            with pyg_sar.Ledger(data.x.rows.comm) as read:
+                messages = data.x[row]
+            with pyg_sar.Ledger(data.x.rows.comm) as summed:
+                out = scatter(messages, col, 0, data.num_nodes, "max")
+        return len(far), out.to_local().size(0), read.received, summed.received
+
+    results = workers(work, 3)
+    assert sum(own for _, own, _, _ in results) == make_graph().num_nodes
+    for far, _, read, summed in results:
+        assert read == far * CHANNELS * 8
+        assert summed == 0
+
+
+def test_ids_beyond_the_rows_are_refused(root: Path) -> None:
+    def work(low: int) -> None:
+        data = pyg_sar.load_partition(root)
+        ids = data.edge_index[1].view(-1, 1).expand(-1, CHANNELS) + low
+        messages = data.x[data.edge_index[0]]
+        messages.new_zeros(data.x.shape).scatter_add_(0, ids[:, :1].expand_as(messages), messages)
+
+    for low in (-40, 40):
+        with pytest.raises(Exception, match="out of bounds for dimension 0"):
+            workers(work, 3, low)
