@@ -139,3 +139,129 @@ def test_ids_beyond_the_rows_are_refused(root: Path) -> None:
     for low in (-40, 40):
         with pytest.raises(Exception, match="out of bounds for dimension 0"):
             workers(work, 3, low)
+
+
+# Sparse matrices of torch #####################################################
+
+
+def _matrix(x: Tensor, edge_index: Tensor, turned: bool = False) -> Tensor:
+    row, col = edge_index.flip(0) if turned else edge_index
+    values = torch.linspace(0.1, 1.0, row.size(0), dtype=x.dtype)
+    return torch.sparse_coo_tensor(torch.stack([col, row]), values, (x.size(0), x.size(0)))
+
+
+def _laplacian(x: Tensor, edge_index: Tensor) -> Tensor:
+    loops = torch.arange(x.size(0)).repeat(2, 1)
+    matrix = torch.sparse_coo_tensor(
+        torch.cat([edge_index, loops], 1),
+        torch.full((edge_index.size(1) + x.size(0),), 0.5, dtype=x.dtype),
+        (x.size(0), x.size(0)),
+    )
+    return torch.sparse.mm((matrix + matrix.t()).coalesce() * 0.5, x)
+
+
+MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of edges": lambda x, e: torch.sparse.mm(_matrix(x, e), x),
+    "towards sources": lambda x, e: _matrix(x, e, turned=True) @ x,
+    "turned": lambda x, e: torch.spmm(_matrix(x, e).t(), x),
+    "by rows": lambda x, e: _matrix(x, e).coalesce().to_sparse_csr().matmul(x),
+    "scaled, twice": lambda x, e: (m := _matrix(x, e) * 0.5) @ (m @ x) / 3,
+    "laplacian": _laplacian,
+    "with a vector": lambda x, e: torch.mv(_matrix(x, e), x[:, 0]).unsqueeze(1) * x,
+    "degrees": lambda x, e: (_matrix(x, e) @ torch.ones(x.size(0), 1, dtype=x.dtype)) * x,
+    "of its values": lambda x, e: torch.sparse.mm(_matrix(x, e).coalesce(), x).sin(),
+}
+"""Products that run on each worker's rows."""
+
+GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "dense": lambda x, e: _matrix(x, e).to_dense() @ x,
+    "of matrices": lambda x, e: torch.sparse.mm(_matrix(x, e), _matrix(x, e)) @ x,
+    "from the left": lambda x, e: (x.t() @ _matrix(x, e)).t(),
+    "its values": lambda x, e: x * _matrix(x, e).coalesce().values().sum(),
+    "number": lambda x, e: x * _matrix(x, e).coalesce()._nnz(),
+    "sum of rows": lambda x, e: x * torch.sparse.sum(_matrix(x, e), 1).to_dense().view(-1, 1),
+    "largest of rows": lambda x, e: torch.sparse.mm(_matrix(x, e).to_sparse_csr(), x, "amax"),
+    "learned": lambda x, e: torch.sparse.mm(
+        torch.sparse_coo_tensor(e, x[e[0]][:, 0] * x[e[1]][:, 1], (x.size(0), x.size(0))), x
+    ),
+}
+"""What takes the whole matrix."""
+
+
+class MatrixNet(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.lin(x).tanh()
+        return self.lin(x) + (MATRICES | GATHERED)[self.name](h, edge_index)
+
+
+@pytest.mark.parametrize("name", (MATRICES | GATHERED))
+@pytest.mark.parametrize("number", (1, 2, 3))
+def test_products_equal_to_one_process(
+    name: str, number: int, graph: Data, partitions: Partitions
+) -> None:
+    root = partitions(graph, number)
+    torch.manual_seed(1)
+    expected = _pass(MatrixNet(name).double(), graph)
+
+    def work() -> float:
+        data = pyg_sar.load_partition(root)
+        torch.manual_seed(1)
+        own = pyg_sar.distribute(MatrixNet(name).double())
+        return max(map(error, _pass(own, data), expected))
+
+    assert max(both(work, number)) < 1e-10
+
+
+def test_second_derivatives_of_products_and_of_all_rows(graph: Data, root: Path) -> None:
+    def penalty(data: Any) -> list[Tensor | None]:
+        x = data.x.clone().requires_grad_()
+        weight = torch.linspace(0.5, 1.5, CHANNELS, dtype=x.dtype).requires_grad_()
+        product = torch.sparse.mm(_matrix(x, data.edge_index), x.sin() * weight)
+        everything = x.full_tensor() if isinstance(x, NodeTensor) else x
+        out = product.square().sum() + (everything @ weight).pow(3).sum()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        slope.square().sum().backward()
+        return [whole(x.grad), weight.grad]
+
+    expected = penalty(graph)
+
+    def work() -> float:
+        return max(map(error, penalty(pyg_sar.load_partition(root)), expected))
+
+    assert max(both(work, 3)) < 1e-10
+
+
+def test_a_product_gets_each_row_once(root: Path) -> None:
+    def work() -> tuple[int, int, int]:
+        data = pyg_sar.load_partition(root)
+        matrix = _matrix(data.x, data.edge_index)
+        far = set(data.edge_index[0].local.tolist()) - set(data.x.rows.ids.tolist())
+        for _ in range(2):
+            with pyg_sar.Ledger(data.x.rows.comm) as ledger:
+                out = matrix @ data.x
+        return len(far), ledger.received, out.to_local().size(0)
+
+    results = workers(work, 3)
+    assert sum(own for _, _, own in results) == make_graph().num_nodes
+    for far, received, _ in results:
+        assert received == far * CHANNELS * 8
+
+
+def test_writing_into_a_matrix_is_refused(root: Path) -> None:
+    def work() -> list[str]:
+        data = pyg_sar.load_partition(root)
+        matrix, found = _matrix(data.x, data.edge_index), []
+        for change in (
+            lambda: matrix.mul_(2),
+            lambda: matrix.requires_grad_(),
+            lambda: setattr(matrix, "requires_grad", True),
+            lambda: torch.sparse.mm(matrix, data.x, out=data.x),
+        ):
+            try:
+                change()
+            except Exception as problem:
+                found.append(type(problem).__name__)
+        return found
+
+    for found in workers(work, 3):
+        assert len(found) == 4 and set(found) <= {"DistributedIndexError", "TypeError"}

@@ -100,20 +100,22 @@ def names() -> list[str]:
     return sorted((set(T.__all__) & documented) - NOT_TRIED)
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, name: str = "") -> Any:
     """A value that can be compared, of all rows."""
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if isinstance(value, HeteroData):
         return {store._key: plain(store.to_dict()) for store in value.stores}
     if isinstance(value, Data | dict):
-        return {name: plain(item) for name, item in value.items() if name != "num_nodes"}
+        return {name: plain(item, name) for name, item in value.items() if name != "num_nodes"}
     if isinstance(value, NodeMatrix) or type(value).__name__ == "SparseTensor":
         value = whole_matrix(value)
         value = value.to_dense()
     value = whole(value)
     if isinstance(value, Tensor):
         value = value.detach()
+        if name == "laplacian_eigenvector_pe":  # The last bit of the matrix decides on the signs.
+            value = value.abs()
         return value if value.layout == torch.strided else value.to_dense()
     return value
 

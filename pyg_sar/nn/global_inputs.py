@@ -206,6 +206,9 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
         The arguments, and whether a matrix is left among them.
     """
     given = (*args, *kwargs.values())
+    if any(isinstance(v, NodeMatrix) and v.made for v in given):
+        take = lambda v: v.whole() if isinstance(v, NodeMatrix) and v.made else v  # noqa: E731
+        return with_edges_of_matrix(layer, mapped(take, args), mapped(take, kwargs))
     if not _TORCH.isdisjoint(map(type, given)) and node_tensors(args, kwargs):
         plain = any(map(_is_sparse, given))
         product = torch.is_grad_enabled() and layer.fuse and layer.aggr in ("min", "max")

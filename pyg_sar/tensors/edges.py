@@ -1,23 +1,33 @@
 """Edges of the whole graph: ``edge_index``, a node tensor that stands for distributed edges, and
-``adj_t``, the sparse matrix that ``ToSparseTensor`` makes (``NodeMatrix``)."""
+sparse matrices between nodes, of which each worker holds its entries (``NodeMatrix``).
+
+[Note: matrices of a graph] ``adj_t``, which ``ToSparseTensor`` makes, is one, and so is what
+``torch.sparse_coo_tensor`` makes of edges. A product with a dense matrix runs on each worker's rows
+of the result: entries go to the workers of their rows once, and each product gets the rows that
+these name, each once. What has no rule here gets the whole matrix, as a plain one of torch.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import to_torch_coo_tensor, to_torch_csr_tensor
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather
+from pyg_sar.kernels.ops import edge_dot, gather_sum_, transpose
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors.node_tensor import NodeTensor, whole
-from pyg_sar.tensors.operands import wrap
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, by_gathering, mapped, rule, whole
+from pyg_sar.tensors.operands import arguments, own, wrap
+from pyg_sar.tensors.pointwise import known_rows
+from pyg_sar.tensors.rows import Rows, written
+from pyg_sar.tensors.sparse import ProductPlan, plan_product
+
+_SUMMED = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,11 @@ def edge_tensor(edges: Edges, rows: Rows) -> NodeTensor:
     return out
 
 
-class NodeMatrix(Tensor):
-    """A sparse matrix between nodes, of which each worker holds its edges' entries.
+# Matrices #####################################################################
 
-    Layers take it for their edges and weights. It can be transposed, scaled, added to a sparse
-    matrix and multiplied by a dense one; anything else is refused by name.
+
+class NodeMatrix(Tensor):
+    """A sparse matrix between nodes. See [Note: matrices of a graph].
 
     Attributes:
         places: Rows and columns of its entries, ``[2, E]``.
@@ -84,6 +94,9 @@ class NodeMatrix(Tensor):
         ones: Whether these are all 1.
         ends: The layouts of the nodes along rows and columns.
         form: The layout of the matrix that it stands for.
+        made: Whether a model's code made it. Layers take such a matrix whole.
+        coalesced: Whether entries of the same place count as one.
+        kept: What is known of its places: plans of products, the transposed ones.
     """
 
     places: NodeTensor
@@ -91,6 +104,11 @@ class NodeMatrix(Tensor):
     ones: bool
     ends: tuple[Rows, Rows]
     form: torch.layout
+    made: bool
+    coalesced: bool
+    kept: dict[Any, Any]
+
+    goes_first = True  # before node tensors, where an operator gets both
 
     @staticmethod
     def __new__(
@@ -100,12 +118,16 @@ class NodeMatrix(Tensor):
         ones: bool,
         ends: tuple[Rows, Rows],
         form: torch.layout,
+        made: bool = False,
+        coalesced: bool = True,
+        kept: dict[Any, Any] | None = None,
     ) -> NodeMatrix:
         shape = (ends[0].total, ends[1].total)
         out: NodeMatrix = Tensor._make_wrapper_subclass(
             cls, shape, dtype=entries.dtype, device=entries.device, requires_grad=False
         )
         out.places, out.entries, out.ones, out.ends, out.form = places, entries, ones, ends, form
+        out.made, out.coalesced, out.kept = made, coalesced, {} if kept is None else kept
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,42 +135,56 @@ class NodeMatrix(Tensor):
 
     def changed(self, **parts: Any) -> NodeMatrix:
         """Returns a matrix that differs in these attributes."""
-        given = {
-            name: getattr(self, name) for name in ("places", "entries", "ones", "ends", "form")
-        }
+        names = "places", "entries", "ones", "ends", "form", "made", "coalesced"
+        given = {name: getattr(self, name) for name in names}
+        if "places" not in parts:
+            given["kept"] = self.kept
         return NodeMatrix(**{**given, **parts})
 
     def whole(self) -> Tensor:
-        """Returns all of it as a plain sparse tensor. Collective."""
-        index, entries = whole(self.places, "adj_t"), whole(self.entries, "adj_t")
-        csr = self.form == torch.sparse_csr
-        make = to_torch_csr_tensor if csr else to_torch_coo_tensor
-        out: Tensor = make(index, entries, size=(self.ends[0].total, self.ends[1].total))
-        return out.to_sparse_csc() if self.form == torch.sparse_csc else out
+        """Returns all of it as a plain sparse tensor, differentiable. Collective."""
+        learns = self.entries.requires_grad and torch.is_grad_enabled()
+        key = self.form, self.coalesced, id(self.entries), written(self.entries)
+        kept, found, _ = self.kept.get("whole", (None, None, None))
+        if not learns and kept == key:
+            return cast(Tensor, found)
+        entries = self.entries.full_tensor() if learns else whole(self.entries, "a sparse matrix")
+        index = whole(self.places, "a sparse matrix")
+        out = torch.sparse_coo_tensor(index, entries, tuple(self.shape))
+        out = out.coalesce() if self.coalesced or self.form != torch.sparse_coo else out
+        if self.form != torch.sparse_coo:
+            out = out.to_sparse_csr() if self.form == torch.sparse_csr else out.to_sparse_csc()
+        if not learns:
+            self.kept["whole"] = key, out, self.entries
+        return out
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         found = _FUNCTIONS.get(func)
-        out = NotImplemented if found is None else found(*args, **(kwargs or {}))
-        if out is NotImplemented:
-            name = getattr(func, "__name__", func)
-            if name == "__get__":
-                name = func.__self__.__name__
+        out = NotImplemented if found is None else found(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        name = getattr(func, "__name__", str(func))
+        plain = name.strip("_")
+        if name == "__set__" or "out" in kwargs or name == f"{plain}_" or plain in _WRITE:
             raise DistributedIndexError(
-                f"'{name}' of 'adj_t' has no rule that would give the whole graph's numbers: "
-                "layers take adj_t and adj_t.t(), and it can be scaled, added to a sparse matrix "
-                "and multiplied by a dense one. Or leave ToSparseTensor out: use data.edge_index"
+                f"'{name}' would write into a sparse matrix of the graph, which has no rule that "
+                "would do so on all workers: make another matrix of it"
             )
-        return out
+        take = lambda t: t.whole() if isinstance(t, NodeMatrix) else t  # noqa: E731
+        return func(*mapped(take, args), **mapped(take, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise DistributedIndexError(f"'{func}' of 'adj_t' is not supported on several workers")
+        if func is torch.ops.aten.detach.default:
+            return args[0].changed()
+        raise DistributedIndexError(f"'{func}' of a sparse matrix of the graph is not supported")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.whole())
@@ -158,6 +194,9 @@ class NodeMatrix(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeMatrix:
         return self
+
+
+_WRITE = ("setitem", "iadd", "isub", "imul", "itruediv", "ipow")
 
 
 def adjacency(edge_index: NodeTensor, weight: NodeTensor | None, form: torch.layout) -> NodeMatrix:
@@ -176,16 +215,64 @@ def adjacency(edge_index: NodeTensor, weight: NodeTensor | None, form: torch.lay
     return NodeMatrix(edge_index.flip(0), weight, ones, ends, form)
 
 
+@rule("_sparse_coo_tensor_with_dims_and_tensors")
+def _made(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.sparse_coo_tensor``: of edges between nodes a matrix of the graph."""
+    given = arguments(func, args, kwargs)
+    places, entries, shape = given["indices"], given["values"], list(given["size"])
+    edges = isinstance(places, NodeTensor) and places.axis == 1 and places.dim() == 2
+    single = entries.dim() == 1 and entries.dtype in _SUMMED and not entries.requires_grad
+    if not edges or not single or len(shape) != 2 or given["is_coalesced"]:
+        return by_gathering(func, args, kwargs)
+    ends = [known_rows(places, total) for total in shape]
+    if None in ends:
+        return by_gathering(func, args, kwargs)
+    entries = wrap(own(entries, places.rows, 0), places.rows, 0)
+    both = cast(tuple[Rows, Rows], tuple(ends))
+    return NodeMatrix(places, entries, False, both, torch.sparse_coo, True, False)
+
+
+# Functions ####################################################################
+
+
 def _turned(matrix: NodeMatrix, *axes: int) -> Any:
     if axes and sorted(axis % 2 for axis in axes) != [0, 1]:
         return NotImplemented
+    if "turned" not in matrix.kept:
+        matrix.kept["turned"] = matrix.places.flip(0), {}
+    places, kept = matrix.kept["turned"]
     forms = {torch.sparse_csr: torch.sparse_csc, torch.sparse_csc: torch.sparse_csr}
     form = forms.get(matrix.form, matrix.form)
-    return matrix.changed(places=matrix.places.flip(0), ends=matrix.ends[::-1], form=form)
+    return matrix.changed(places=places, ends=matrix.ends[::-1], form=form, kept=kept)
 
 
 def _same(matrix: NodeMatrix) -> NodeMatrix:
     return matrix
+
+
+def _copied(matrix: NodeMatrix, **kwargs: Any) -> NodeMatrix:
+    return matrix.changed(entries=matrix.entries.clone())
+
+
+def _detached(matrix: NodeMatrix) -> NodeMatrix:
+    return matrix.changed(entries=matrix.entries.detach())
+
+
+def _coalesced(matrix: NodeMatrix) -> NodeMatrix:
+    return matrix.changed(coalesced=True)
+
+
+def _by_rows(matrix: NodeMatrix) -> NodeMatrix:
+    return matrix.changed(coalesced=True, form=torch.sparse_csr)
+
+
+def _by_entries(matrix: NodeMatrix) -> NodeMatrix:
+    return matrix.changed(form=torch.sparse_coo)
+
+
+def _number(matrix: NodeMatrix) -> int:
+    again = matrix.made and matrix.coalesced
+    return matrix.whole()._nnz() if again else matrix.entries.size(0)
 
 
 def _to(matrix: NodeMatrix, *args: Any, **kwargs: Any) -> NodeMatrix:
@@ -213,8 +300,7 @@ def _added(one: Any, other: Any) -> Any:
     if not isinstance(more, Tensor) or more.shape != matrix.shape or more.layout == torch.strided:
         return NotImplemented
     if isinstance(more, NodeMatrix):
-        index: Tensor = more.places
-        entries: Tensor = more.entries
+        index, entries = more.places, more.entries
     else:
         plain = more.to_sparse_coo().coalesce()
         index, entries = plain.indices(), plain.values()
@@ -225,29 +311,128 @@ def _added(one: Any, other: Any) -> Any:
     )
 
 
-def _product(matrix: Any, x: Any) -> Any:
+# Products #####################################################################
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Which rows of a table are summed up: for the entries grouped by rows, or by columns.
+
+    Attributes:
+        source: The row that each entry reads ``[E]``.
+        offsets: The first entry of each sum, and at last E.
+        numbers: Each entry's number ``[E]``; ``None``: in order.
+        kept: The same by the rows that are read, once it was asked for.
+        size: Rows that are read.
+    """
+
+    source: Tensor
+    offsets: Tensor
+    numbers: Tensor | None
+    kept: list[_Sums]
+    size: int
+
+    def turned(self) -> _Sums:
+        if not self.kept:
+            targets = self.offsets.numel() - 1
+            source, first, numbers = transpose(
+                self.source, self.offsets, None, self.size, targets, numbered=True
+            )
+            self.kept.append(_Sums(source, first, numbers, [self], targets))
+        return self.kept[0]
+
+
+class _Times(torch.autograd.Function):
+    r""":math:`y_i = \sum_{e: row_e = i} value_e \, table_{col_e}`, differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, table: Tensor, sums: _Sums) -> Tensor:
+        ctx.sums = sums
+        ctx.save_for_backward(values, table if ctx.needs_input_grad[0] else None)
+        out = table.new_zeros(sums.offsets.numel() - 1, table.size(1))
+        rows = table.contiguous()
+        return gather_sum_(out, rows, sums.source, sums.offsets, None, values, sums.numbers)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        values, table = ctx.saved_tensors
+        of_values = of_table = None
+        if ctx.needs_input_grad[0]:
+            of_values = _Dots.apply(table, gradient, ctx.sums)
+        if ctx.needs_input_grad[1]:
+            of_table = _Times.apply(values, gradient, ctx.sums.turned())
+        return of_values, of_table, None
+
+
+class _Dots(torch.autograd.Function):
+    r""":math:`y_e = \langle table_{col_e}, g_{row_e} \rangle`, differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, gradient: Tensor, sums: _Sums) -> Tensor:
+        ctx.sums = sums
+        ctx.save_for_backward(table, gradient)
+        given = table.contiguous(), gradient.contiguous()
+        return edge_dot(*given, sums.source, sums.offsets, None, sums.numbers)
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        table, gradient = ctx.saved_tensors
+        of_table = _Times.apply(above, gradient, ctx.sums.turned())
+        return of_table, _Times.apply(above, table, ctx.sums), None
+
+
+def _plan(matrix: NodeMatrix) -> tuple[ProductPlan, _Sums]:
+    """Returns the plan of products with a matrix of these places. Collective at first."""
+    found = matrix.kept.get("product")
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            row, col = matrix.places.unbind(0)
+            plan = plan_product(row, col, matrix.ends[0], False)
+            counts = torch.bincount(plan.row, minlength=plan.targets.count)
+            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            sums = _Sums(plan.col, offsets, None, [], plan.sources.numel())
+        found = matrix.kept["product"] = plan, sums
+    return cast(tuple[ProductPlan, _Sums], found)
+
+
+def _entries(matrix: NodeMatrix, plan: ProductPlan) -> Tensor:
+    """Returns the entries of this worker's rows, in the order of a plan."""
+    entries = matrix.entries
+    if entries.requires_grad and torch.is_grad_enabled():
+        return plan.taken(entries, plan.entries.ids, 0)
+    key = id(entries), written(entries)
+    kept, found, _ = matrix.kept.get("entries", (None, None, None))
+    if kept != key:
+        with torch.inference_mode(False), torch.no_grad():
+            found = plan.taken(entries, plan.entries.ids, 0)
+        matrix.kept["entries"] = key, found, entries
+    return cast(Tensor, found)
+
+
+def _product(matrix: Any, x: Any, reduce: str | None = None) -> Any:
     """Returns the sum, for each row of the matrix, of rows of a dense ``x``."""
     if not isinstance(matrix, NodeMatrix) or isinstance(x, NodeMatrix) or x.dim() not in (1, 2):
         return NotImplemented
-    if x.layout != torch.strided:
+    if x.layout != torch.strided or reduce not in (None, "sum") or x.dtype not in _SUMMED:
+        return NotImplemented
+    if isinstance(x, NodeTensor) and x.axis:
         return NotImplemented
     if x.size(0) != matrix.size(1) or x.dtype != matrix.dtype:
         raise RuntimeError(
             f"shapes {list(matrix.shape)} and {list(x.shape)} cannot be multiplied, of types "
             f"{matrix.dtype} and {x.dtype}"
         )
-    target, source = matrix.places.unbind(0)
-    terms = x[source] * matrix.entries.view(-1, *[1] * (x.dim() - 1))
-    rows = matrix.ends[0]
-    local = torch.zeros(rows.count, *x.shape[1:], dtype=x.dtype, device=x.device)
-    return wrap(local, rows, 0).index_put((target,), terms, accumulate=True)
+    plan, sums = _plan(matrix)
+    table = plan.taken(x, plan.sources, 0)
+    out = _Times.apply(_entries(matrix, plan), table.view(len(table), -1), sums)
+    return FromLocal.apply(out.view(-1, *x.shape[1:]), plan.targets, 0)
 
 
 _METADATA = frozenset({
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.__hash__,
-    Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__,  # type: ignore
-    Tensor.device.__get__, Tensor.ndim.__get__, Tensor.is_cuda.__get__,  # type: ignore
-    Tensor.is_nested.__get__, Tensor.is_leaf.__get__, Tensor.grad.__get__,  # type: ignore
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__,  # type: ignore
+    Tensor.ndim.__get__, Tensor.is_cuda.__get__, Tensor.is_nested.__get__,  # type: ignore
+    Tensor.is_leaf.__get__, Tensor.grad.__get__,  # type: ignore
     Tensor.get_device, torch.is_floating_point, torch.is_tensor, Tensor.__len__,
 })  # fmt: skip
 
@@ -255,14 +440,24 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.layout.__get__: lambda matrix: matrix.form,  # type: ignore
     Tensor.is_sparse.__get__: lambda matrix: matrix.form == torch.sparse_coo,  # type: ignore
     Tensor.is_sparse_csr.__get__: lambda m: m.form == torch.sparse_csr,  # type: ignore
-    Tensor._nnz: lambda matrix: matrix.entries.size(0),
+    Tensor.requires_grad.__get__: lambda m: m.entries.requires_grad,  # type: ignore
+    Tensor.is_coalesced: lambda matrix: matrix.coalesced,
+    Tensor._nnz: _number,
+    Tensor.coalesce: _coalesced,
+    Tensor.to_sparse_csr: _by_rows,
+    Tensor.to_sparse_coo: _by_entries,
     Tensor.T.__get__: _turned,  # type: ignore
     **dict.fromkeys((Tensor.t, torch.t, Tensor.transpose, torch.transpose), _turned),
-    **dict.fromkeys((Tensor.detach, Tensor.contiguous, Tensor.clone), _same),
-    **dict.fromkeys((Tensor.to, Tensor.cpu, Tensor.cuda), _to),
+    **dict.fromkeys((Tensor.contiguous, Tensor.cpu), _same),
+    **dict.fromkeys((Tensor.clone, torch.clone), _copied),
+    **dict.fromkeys((Tensor.detach, torch.detach), _detached),
+    **dict.fromkeys((Tensor.to, Tensor.cuda), _to),
+    Tensor.float: lambda matrix: _to(matrix, torch.float32),
+    Tensor.double: lambda matrix: _to(matrix, torch.float64),
     **dict.fromkeys((Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__), _scaled),
     **dict.fromkeys((Tensor.div, torch.div, Tensor.__truediv__), _divided),
     **dict.fromkeys((Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__), _added),
     **dict.fromkeys((Tensor.matmul, torch.matmul, Tensor.__matmul__, operator.matmul), _product),
     **dict.fromkeys((Tensor.mm, torch.mm, torch.sparse.mm, torch.spmm), _product),
+    **dict.fromkeys((Tensor.mv, torch.mv), _product),
 }  # fmt: skip

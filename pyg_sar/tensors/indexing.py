@@ -346,10 +346,8 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
         changed["index"] = whole(index, name) if by_axis else own(index, rows, axis)
         out = called(func, changed)
         return target if writes else wrap(out, rows, axis)
-    if name == "index_add" and isinstance(target, NodeTensor):
-        scaled = values if given["alpha"] == 1 else values * given["alpha"]
-        put = _PUT if writes else torch.ops.aten.index_put.default
-        return put(target, [*[None] * dim, index], scaled, True)
+    if name in ("index_add", "index_copy", "index_fill") and isinstance(target, NodeTensor):
+        return _put_by_axis(given, name, value_name, dim, writes)
     adds = name in ("scatter_add", "index_add") or given.get("reduce") in ("sum", "add")
     fills = name == "scatter" and value_name == "value" and given.get("reduce") is None
     if isinstance(target, NodeTensor):
@@ -370,6 +368,21 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     if not adds or not isinstance(values, Tensor):
         return _scatter_gathered(func, args, kwargs, writes)
     return _add_into_plain(func, given, target, values, value_name, dim, writes)
+
+
+def _put_by_axis(given: dict[str, Any], name: str, value: str, dim: int, writes: bool) -> Any:
+    """Writes, or adds, rows by ids, a list of them."""
+    target, index, values = given["self"], given["index"], given[value]
+    if name == "index_fill":  # It alone takes ids that count from the end.
+        values = torch.as_tensor(values, dtype=target.dtype, device=target.device)
+    elif isinstance(index, NodeTensor):
+        target.rows.fetch_by(index, 0)
+    elif index.numel() and int(index.min()) < 0:
+        raise IndexError(f"{name}(): index out of range in self")
+    if name == "index_add" and given["alpha"] != 1:
+        values = values * given["alpha"]
+    put = _PUT if writes else torch.ops.aten.index_put.default
+    return put(target, [*[None] * dim, index], values, name == "index_add")
 
 
 def _id_per_row(source: Tensor, index: Tensor) -> bool:

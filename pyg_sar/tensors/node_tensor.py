@@ -97,7 +97,7 @@ class NodeTensor(Tensor):
         make: Finds this worker's rows, where nothing has asked for them yet. Collective.
         writes: Counts writes into its memory.
         origin: What it, or the tensor that it shares memory with, is a copy of.
-        column: Of a tensor with one number per row, repeated or not: which tensor's row (-1: the
+        column: Of integers, one per row, repeated or not: which tensor's row (-1: the
             tensor itself) these numbers are. Plans made for ids are known again by it.
     """
 
@@ -179,10 +179,13 @@ class NodeTensor(Tensor):
         Raises:
             DistributedIndexError: When they take more than 2 GiB.
         """
-        return cast(Tensor, _Full.apply(self))
+        return cast(Tensor, Full.apply(self, "full_tensor()"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in types if len(types) > 1 else ():
+            if hasattr(one, "goes_first"):
+                return NotImplemented  # A sparse matrix knows both.
         found = METHODS.get(func)
         if isinstance(func, OpOverload | OpOverloadPacket) and not _is_own(func):
             found = RULES.get(_full_name(func), refused)
@@ -285,18 +288,30 @@ class FromLocal(torch.autograd.Function):
         return ToLocal.apply(gradient, rows_at(gradient, rows, axis), rows, axis), None, None
 
 
-class _Full(torch.autograd.Function):
-    """All rows on every worker, where their gradient is complete."""
+class Full(torch.autograd.Function):
+    """All rows on every worker, where their gradient is complete. Its adjoint is :class:`_Own`."""
 
     @staticmethod
-    def forward(ctx: Any, x: NodeTensor) -> Tensor:
-        ctx.place = x.rows, x.axis
-        return cast(Tensor, whole(x, "full_tensor()"))
+    def forward(ctx: Any, x: NodeTensor, what: str) -> Tensor:
+        ctx.place = x.rows, x.axis, what
+        return cast(Tensor, whole(x.detach(), what))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        rows, axis = ctx.place
-        return cast(Tensor, FromLocal.apply(rows.cut(gradient, axis), rows, axis))
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _Own.apply(gradient, *ctx.place)), None
+
+
+class _Own(torch.autograd.Function):
+    """The own rows of a tensor that all workers hold. Its adjoint is :class:`Full`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows, axis: int, what: str) -> Tensor:
+        ctx.what = what
+        return NodeTensor(rows_at(x, rows, axis), rows, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return cast(Tensor, Full.apply(gradient, ctx.what)), None, None, None
 
 
 def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:

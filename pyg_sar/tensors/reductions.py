@@ -511,9 +511,9 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(
-    *("_unique2", "unique_consecutive", "bincount", "histc", "nonzero", "searchsorted", "isin"),
+    *("_unique2", "unique_consecutive", "histc", "nonzero", "searchsorted", "isin"),
     *("bucketize", "unique_dim", "quantile", "_local_scalar_dense", "is_nonzero", "histogram"),
-    *("trapezoid", "take", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors"),
+    *("trapezoid", "take", "_sparse_coo_tensor_unsafe"),
     *("nonzero_static", "_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward"),
     *("diag_embed", "allclose"),
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
@@ -521,6 +521,24 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     """Gathers the rows and calls the operator on them: the result is the same on all workers."""
     return by_gathering(func, args, kwargs)
+
+
+@rule("bincount")
+def _bincount(func: Any, args: Any, kwargs: Any) -> Any:
+    """Counts on each worker, which are summed."""
+    given = arguments(func, args, kwargs)
+    index, weights = given["self"], given["weights"]
+    rows = node_tensors(index, weights)[0].rows
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        return by_gathering(func, args, kwargs)  # PyTorch's error
+    local = own(index, rows, 0)
+    least, most = (int(n) for n in local.aminmax()) if local.numel() else (0, -1)
+    facts = torch.tensor([-least, most], device=rows.comm.device)
+    least, most = rows.comm.all_reduce(facts, "max", label=("", "", "node tensors")).tolist()
+    if least > 0:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    weights = None if weights is None else own(weights, rows, 0)
+    return summed(torch.bincount(local, weights, max(given["minlength"], most + 1)), rows)
 
 
 @rule("equal")

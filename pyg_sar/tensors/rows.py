@@ -182,7 +182,7 @@ class Fetch:
         self.comm, self.num_local = comm, num_local
         away = torch.tensor([int((owner != comm.rank).any())], device=comm.device)
         self._here = not int(comm.all_reduce(away, "max", label=_LABEL))  # on all workers
-        self._row = place
+        self._row = place.contiguous()  # PyTorch is slower with others.
         self._each: tuple[Tensor, list[int], list[Tensor]] | None = None
         if self._here:
             return
@@ -407,12 +407,11 @@ class Rows:
                 index = torch.where(index < 0, index + self.total, index)
         return index
 
-    def checked_together(self, index: Tensor, lowest: int) -> Tensor:
+    def _checked_together(self, index: Tensor) -> tuple[Tensor, int]:
         """Returns ids, another list on each worker, with negative ones counted from the end.
 
-        Args:
-            index: The ids.
-            lowest: The least id allowed, ``-total`` or 0.
+        Returns:
+            The ids, and the least that any worker gave.
 
         Raises:
             IndexError: On all workers, when one of them names none of the rows.
@@ -420,12 +419,12 @@ class Rows:
         low, high = (int(n) for n in index.aminmax()) if index.numel() else (0, 0)
         facts = torch.tensor([-low, high], device=self.comm.device)
         low, high = self.comm.all_reduce(facts, "max", label=_LABEL).tolist()
-        if -low < lowest or (high >= self.total and self.total + high > 0):
-            raise IndexError(
-                f"index {high if high >= self.total else -low} is out of bounds for dimension 0 "
-                f"with size {self.total}"
-            )
-        return torch.where(index < 0, index + self.total, index) if low > 0 else index
+        if -low < -self.total or (high >= self.total and self.total + high > 0):
+            raise self._beyond(high if high >= self.total else -low)
+        return torch.where(index < 0, index + self.total, index) if low > 0 else index, -low
+
+    def _beyond(self, index: int) -> IndexError:
+        return IndexError(f"index {index} is out of bounds for dimension 0 with size {self.total}")
 
     def _in_order(self) -> tuple[Tensor, Tensor]:
         """Returns this worker's ids in ascending order, and the numbers of their rows."""
@@ -507,6 +506,7 @@ class Rows:
 
             here = list(accumulate((p.count for p in parts), initial=0))
             rows = Rows(self.comm, starts[-1], here[-1], ids)
+            rows.ends = next((p.ends for p in parts if p.ends), ())
             for part, start, first in zip(parts, starts, here, strict=False):
                 rows.parts[start, start + part.total] = part, first
             return rows
@@ -629,15 +629,18 @@ class Rows:
         local = index.local.movedim(index.axis, 0)
         ids = local.as_strided((local.size(0),), local.stride()[:1])
 
-        def make() -> Fetch:
-            homes = self.homes(self.checked_together(ids.long(), lowest))
-            return Fetch(*homes, self.count, self.comm)
+        def make() -> tuple[Fetch, int]:
+            checked, least = self._checked_together(ids.long())
+            return Fetch(*self.homes(checked), self.count, self.comm), least
 
         if tensor.is_inference():
-            return make()  # Nobody counts writes into it.
-        writes = tensor.writes
-        key = "fetch", id(tensor), id(writes), writes.count, number, lowest
-        return self.keep(key, (tensor, writes), make)
+            plan, least = make()  # Nobody counts writes into it.
+        else:
+            key = "fetch", id(tensor), id(tensor.writes), tensor.writes.count, number
+            plan, least = self.keep(key, (tensor, tensor.writes), make)
+        if least < lowest:
+            raise self._beyond(least)
+        return plan
 
     def homes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the worker of each row that this worker names, and its number there. Collective.

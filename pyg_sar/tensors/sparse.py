@@ -21,6 +21,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.tensors.node_tensor import (
     FromLocal,
+    Full,
     NodeTensor,
     by_gathering,
     mapped,
@@ -42,20 +43,6 @@ _PLACE_OF_OUT = {"gather_coo": 2, "gather_csr": 2} | {
 """Operators of torch-scatter that write into an argument, if given, and which."""
 
 
-class _Whole(torch.autograd.Function):
-    """All rows of a node tensor, on every worker. The gradient's rows go back to their workers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: NodeTensor, what: str) -> Tensor:
-        ctx.place = x.rows, x.axis
-        return cast(Tensor, whole(x.detach(), what))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        rows, axis = ctx.place
-        return wrap(own(gradient, rows, axis), rows, axis), None
-
-
 class _WholeGradient(torch.autograd.Function):
     """A copy. Its gradient is a plain tensor, as backward passes of other packages need it."""
 
@@ -66,7 +53,9 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return cast(Tensor, whole(gradient, ctx.what)), None
+        if isinstance(gradient, NodeTensor):
+            gradient = cast(Tensor, Full.apply(gradient, ctx.what))
+        return gradient, None
 
 
 @rule(
@@ -78,7 +67,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     """Gathers all rows and calls the operator on them: the same result on all workers."""
     what = f"'{name_of(func)}'"
     place = _PLACE_OF_OUT.get(what[1:-1].rpartition(".")[2], len(args))
-    take = lambda t: _Whole.apply(t, what) if isinstance(t, NodeTensor) else t  # noqa: E731
+    take = lambda t: Full.apply(t, what) if isinstance(t, NodeTensor) else t  # noqa: E731
     into = args[place] if place < len(args) else None
     given = [t if into is None or t is not into else whole(t.detach(), what).clone() for t in args]
     found = func(*mapped(take, given), **mapped(take, kwargs))
@@ -105,20 +94,22 @@ def _pointers(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class ProductPlan:
     """Facts that products of a matrix with rows of a layout share. See [Note: rows of a product].
 
     Attributes:
         targets: The layout of the result's rows.
         entries: The layout of the entries, each at the worker of its row.
         sources: This worker's columns, sorted; the product takes these rows.
-        matrix: torch-sparse's matrix between these.
+        row: The row of each of this worker's entries, by its own numbers.
+        col: The place among ``sources`` that each of them reads.
     """
 
     targets: Rows
     entries: Rows
     sources: Tensor
-    matrix: Any
+    row: Tensor
+    col: Tensor
     fetches: dict[tuple[int, int], tuple[Rows, Fetch]]
 
     def fetch(self, rows: Rows, ids: Tensor) -> Fetch:
@@ -142,7 +133,7 @@ class _Product:
 
 
 class _Fetched(torch.autograd.Function):
-    """Rows of other workers; gradients of the same row are added up where it lies."""
+    """Rows of other workers. Its adjoint is :class:`_Returned`."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, fetch: Fetch) -> Tensor:
@@ -151,13 +142,25 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        out = gradient.new_zeros(ctx.fetch.num_local, *gradient.shape[1:])
-        return ctx.fetch.put(gradient, out, True), None
+        return cast(Tensor, _Returned.apply(gradient, ctx.fetch)), None
+
+
+class _Returned(torch.autograd.Function):
+    """Rows that go back: those of the same row are added up where it lies."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, fetch: Fetch) -> Tensor:
+        ctx.fetch = fetch
+        return fetch.put(rows, rows.new_zeros(fetch.num_local, *rows.shape[1:]), True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, _Fetched.apply(gradient, ctx.fetch)), None
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> _Product:
+def plan_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> ProductPlan:
     """Plans products of a matrix. Collective.
 
     Args:
@@ -185,13 +188,19 @@ def _make_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> _
         order = order[place[order].argsort(stable=True)]
     sources, col = col[order].unique(return_inverse=True)
     total = row.numel() if given is None else given.rows.total
-    # A matrix without rows or columns divides torch-sparse's kernels by zero.
-    size = max(targets.count, 1), max(sources.numel(), 1)
-    make = sys.modules["torch_sparse"].SparseTensor
-    matrix = make(row=place[order], col=col, sparse_sizes=size, is_sorted=True, trust_data=True)
-    matrix.storage.rowcount()  # With it rowptr; made later, they might be tensors of inference.
     entries = Rows(targets.comm, total, ids.numel(), ids[order])
-    return _Product(targets, entries, sources, matrix, {})
+    return ProductPlan(targets, entries, sources, place[order], col, {})
+
+
+@torch.inference_mode(False)
+def _matrix(plan: ProductPlan) -> Any:
+    """Returns torch-sparse's matrix between a worker's rows and its sources."""
+    # A matrix without rows or columns divides torch-sparse's kernels by zero.
+    size = max(plan.targets.count, 1), max(plan.sources.numel(), 1)
+    make = sys.modules["torch_sparse"].SparseTensor
+    matrix = make(row=plan.row, col=plan.col, sparse_sizes=size, is_sorted=True, trust_data=True)
+    matrix.storage.rowcount()  # With it rowptr; made later, they might be tensors of inference.
+    return matrix
 
 
 def product(
@@ -226,15 +235,15 @@ def product(
     key = id(targets), id(row), written(row), written(col), is_sorted
     kept = col.__dict__.get("_product")
     if kept is None or kept[0] != key:
-        kept = key, _make_product(row, col, targets, is_sorted), (targets, row)
+        plan = plan_product(row, col, targets, is_sorted)
+        kept = key, plan, _matrix(plan), (targets, row)
         col.__dict__["_product"] = kept
-    plan = kept[1]
+    _, plan, matrix, _ = kept
     table = plan.taken(mat, plan.sources, axis)
     if not plan.sources.numel():
         shape = list(table.shape)
         shape[axis] = 1
         table = torch.cat([table, table.new_zeros(shape)], axis)
-    matrix = plan.matrix
     if value is not None:
         value = plan.taken(value, plan.entries.ids, 0).to(mat.dtype)
         matrix = matrix.set_value(value, layout="coo")

@@ -84,11 +84,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         return _same_edges(source)
     local = list(shape)
     local[axis] = rows.count
-    return _same_column(source, wrap(source.local.reshape(local), rows, axis))
+    out = wrap(source.local.reshape(local), rows, axis)
+    return out if out.is_floating_point() else _same_column(source, out)
 
 
 def _same_column(source: NodeTensor, out: NodeTensor) -> NodeTensor:
-    """Returns a view that has the same number in each row as its source, where that has one."""
+    """Returns a view that has the same id in each row as its source, where that has one."""
     if out.rows is source.rows:
         out.column = source.column
     return out
@@ -108,7 +109,8 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     if shape[axis] not in (-1, source.rows.total):
         return by_gathering(func, args, kwargs)
     shape[axis] = source.rows.count
-    return _same_column(source, wrap(source.local.expand(shape), source.rows, axis))
+    out = wrap(source.local.expand(shape), source.rows, axis)
+    return out if out.is_floating_point() else _same_column(source, out)
 
 
 @rule("t", "transpose", "permute", "movedim", "swapaxes")

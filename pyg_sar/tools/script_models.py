@@ -202,6 +202,9 @@ class Models:
         def cut(value: Any) -> Any:
             if isinstance(value, SparseTensor):
                 return SparseTensor.eye(1, has_value=value.has_value(), dtype=value.dtype())
+            if isinstance(value, NodeMatrix) and value.made:
+                one = torch.ones(1, dtype=value.dtype, device=value.device)
+                return torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), one, (1, 1))
             if _is_pair(value) or isinstance(value, NodeMatrix):
                 return torch.zeros(2, 1, dtype=torch.long, device=value.device)
             if value.dim() == 0:
