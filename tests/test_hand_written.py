@@ -40,7 +40,9 @@ def _repeated_ids(x: Tensor, edge_index: Tensor) -> Tensor:
     messages = x.index_select(0, edge_index[0])
     ids = edge_index[1].unsqueeze(-1).repeat(1, x.size(1))
     out = messages.new_zeros(x.size(0), x.size(1)).scatter_add(0, ids, messages)
-    return out * messages.new_ones(x.shape).scatter_reduce(0, ids, messages, "prod")
+    most = messages.new_ones(x.shape).scatter_reduce(0, ids, messages, "prod")
+    total = x.new_ones(x.shape).scatter_reduce(0, ids, messages, "sum", include_self=False)
+    return out * most + total
 
 
 def _towards_sources(x: Tensor, edge_index: Tensor) -> Tensor:
@@ -71,6 +73,10 @@ LAYERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+EMPTY = torch.tensor([0, 2, 0, 3]).repeat(10)
+"""An assignment in which one of four workers has no nodes."""
+
+
 class Net(torch.nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -92,9 +98,9 @@ def _pass(net: torch.nn.Module, data: Any) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("number", (1, 2, 3))
+@pytest.mark.parametrize("number", (1, 2, 3, 4))
 def test_equal_to_one_process(name: str, number: int, graph: Data, partitions: Partitions) -> None:
-    root = partitions(graph, number)
+    root = partitions(graph, number, EMPTY if number == 4 else "random")
     torch.manual_seed(1)
     net = Net(name).double()
     expected = _pass(net, graph)
@@ -195,11 +201,11 @@ class MatrixNet(Net):
 
 
 @pytest.mark.parametrize("name", (MATRICES | GATHERED))
-@pytest.mark.parametrize("number", (1, 2, 3))
+@pytest.mark.parametrize("number", (1, 2, 3, 4))
 def test_products_equal_to_one_process(
     name: str, number: int, graph: Data, partitions: Partitions
 ) -> None:
-    root = partitions(graph, number)
+    root = partitions(graph, number, EMPTY if number == 4 else "random")
     torch.manual_seed(1)
     expected = _pass(MatrixNet(name).double(), graph)
 
@@ -219,6 +225,8 @@ def test_second_derivatives_of_products_and_of_all_rows(graph: Data, root: Path)
         product = torch.sparse.mm(_matrix(x, data.edge_index), x.sin() * weight)
         everything = x.full_tensor() if isinstance(x, NodeTensor) else x
         out = product.square().sum() + (everything @ weight).pow(3).sum()
+        plain = torch.zeros_like(everything).index_add(0, data.edge_index[1], x[data.edge_index[0]])
+        out = out + torch.sparse.mm(_matrix(x, data.edge_index), plain).square().sum()
         (slope,) = torch.autograd.grad(out, x, create_graph=True)
         slope.square().sum().backward()
         return [whole(x.grad), weight.grad]

@@ -32,6 +32,8 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if isinstance(gradient, NodeTensor):  # where rows and what all workers hold were joined
+            gradient = gradient.full_tensor()
         note_first(gradient, ctx.comm)
         return Shared.apply(ctx.comm, gradient)[0], None, None
 

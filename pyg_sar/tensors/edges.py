@@ -424,8 +424,9 @@ def _product(matrix: Any, x: Any, reduce: str | None = None) -> Any:
         )
     plan, sums = _plan(matrix)
     table = plan.taken(x, plan.sources, 0)
-    out = _Times.apply(_entries(matrix, plan), table.view(len(table), -1), sums)
-    return FromLocal.apply(out.view(-1, *x.shape[1:]), plan.targets, 0)
+    table = table.unsqueeze(1) if x.dim() == 1 else table
+    out = _Times.apply(_entries(matrix, plan), table, sums)
+    return FromLocal.apply(out.squeeze(1) if x.dim() == 1 else out, plan.targets, 0)
 
 
 _METADATA = frozenset({

@@ -488,6 +488,7 @@ def _add_into_plain(
     if "include_self" in given:
         local["include_self"] = True
         if not given["include_self"]:
-            raise refusal(func, "with include_self=False is not supported", target, values)
+            there = _there(target, local["index"], dim, rows)
+            target = target.masked_fill_(there, 0) if writes else target.masked_fill(there, 0)
     total = summed(called(func, local), rows).to(target.dtype)
     return target.add_(total) if writes else target + total

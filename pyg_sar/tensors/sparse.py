@@ -125,7 +125,7 @@ class ProductPlan:
         """Returns rows of ``x`` by their places in the whole, differentiable."""
         if not isinstance(x, NodeTensor):
             comm = self.targets.comm
-            if x.requires_grad and torch.is_grad_enabled() and comm.world_size > 1:
+            if x.requires_grad and torch.is_grad_enabled():
                 (x,) = Shared.apply(comm, x)
             return x.index_select(axis, ids)
         local = to_local(x, x.rows, axis).movedim(axis, 0)
