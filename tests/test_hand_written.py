@@ -166,6 +166,13 @@ def _laplacian(x: Tensor, edge_index: Tensor) -> Tensor:
     return torch.sparse.mm((matrix + matrix.t()).coalesce() * 0.5, x)
 
 
+def _whole(x: Tensor, edge_index: Tensor) -> Tensor:
+    """The matrix in the memory of each worker, as SciPy or a file gives it."""
+    index = edge_index.full_tensor() if isinstance(edge_index, NodeTensor) else edge_index
+    values = torch.linspace(0.1, 1.0, index.size(1), dtype=x.dtype)
+    return torch.sparse_coo_tensor(index, values, (x.size(0), x.size(0)))
+
+
 MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of edges": lambda x, e: torch.sparse.mm(_matrix(x, e), x),
     "towards sources": lambda x, e: _matrix(x, e, turned=True) @ x,
@@ -175,6 +182,8 @@ MATRICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "laplacian": _laplacian,
     "with a vector": lambda x, e: torch.mv(_matrix(x, e), x[:, 0]).unsqueeze(1) * x,
     "degrees": lambda x, e: (_matrix(x, e) @ torch.ones(x.size(0), 1, dtype=x.dtype)) * x,
+    "whole": lambda x, e: torch.spmm(_whole(x, e), x).sin() @ torch.ones(CHANNELS, 1).to(x) * x,
+    "whole, by rows": lambda x, e: _whole(x, e).to_sparse_csr() @ (_whole(x, e).t() @ x),
     "of its values": lambda x, e: torch.sparse.mm(_matrix(x, e).coalesce(), x).sin(),
 }
 """Products that run on each worker's rows."""
@@ -253,6 +262,24 @@ def test_a_product_gets_each_row_once(root: Path) -> None:
     assert sum(own for _, _, own in results) == make_graph().num_nodes
     for far, received, _ in results:
         assert received == far * CHANNELS * 8
+
+
+def test_a_matrix_that_is_written_counts_anew(graph: Data, root: Path) -> None:
+    def products(data: Any) -> list[Tensor | None]:
+        matrix, found = _whole(data.x, data.edge_index).coalesce(), []
+        for change in (
+            lambda: None,
+            lambda: matrix.mul_(2),
+            lambda: matrix._values().data[:1].mul_(3),
+        ):
+            change()
+            found.append(whole(matrix @ data.x))
+        return found
+
+    def work() -> float:
+        return max(map(error, products(pyg_sar.load_partition(root)), products(graph)))
+
+    assert max(both(work, 3)) < 1e-10
 
 
 def test_writing_into_a_matrix_is_refused(root: Path) -> None:

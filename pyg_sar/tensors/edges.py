@@ -16,16 +16,25 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.kernels.ops import edge_dot, gather_sum_, transpose
-from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, by_gathering, mapped, rule, whole
+from pyg_sar.space.distributed_index import DistEdgeIndex, version_of
+from pyg_sar.tensors.node_tensor import (
+    FromLocal,
+    NodeTensor,
+    by_gathering,
+    mapped,
+    method,
+    rule,
+    whole,
+)
 from pyg_sar.tensors.operands import arguments, own, wrap
 from pyg_sar.tensors.pointwise import known_rows
-from pyg_sar.tensors.rows import Rows, written
-from pyg_sar.tensors.sparse import ProductPlan, plan_product
+from pyg_sar.tensors.rows import Rows, note_plain, written
+from pyg_sar.tensors.sparse import ProductPlan, plan_product, sparse_mm
 
 _SUMMED = (torch.float32, torch.float64)
 
@@ -230,6 +239,50 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     entries = wrap(own(entries, places.rows, 0), places.rows, 0)
     both = cast(tuple[Rows, Rows], tuple(ends))
     return NodeMatrix(places, entries, False, both, torch.sparse_coo, True, False)
+
+
+def _of_plain(matrix: Tensor, rows: Rows) -> NodeMatrix:
+    """Returns the rows here of a square sparse matrix that all workers hold. Collective at first.
+
+    It is kept for as long as the matrix lives and is not written.
+    """
+    coo = matrix.layout == torch.sparse_coo
+    values = matrix._values() if coo else matrix.values()
+    known = rows.keep("matrices", None, WeakTensorKeyDictionary)
+    kept = known.get(matrix)
+    if kept is not None and kept[0] == version_of(matrix) and torch.equal(values, kept[1]):
+        return cast(NodeMatrix, kept[2])  # Nobody counts writes into x.data.
+    with torch.inference_mode(False), torch.no_grad():
+        index = (matrix if coo else matrix.to_sparse_coo())._indices()
+        note_plain(index, rows.comm)
+        note_plain(values, rows.comm)
+        ids = (rows.local(index[0]) >= 0).nonzero().view(-1)
+        here = Rows(rows.comm, index.size(1), ids.numel(), ids)
+        places, entries = wrap(index[:, ids], here, 1), wrap(values[ids], here, 0)
+        found = NodeMatrix(places, entries, False, (rows, rows), matrix.layout, True)
+    known[matrix] = version_of(matrix), values.clone(), found
+    return found
+
+
+@method(
+    *(torch.mm, torch.spmm, torch.sparse.mm, torch.matmul),
+    *(Tensor.mm, Tensor.matmul, Tensor.__matmul__),
+)
+def _times_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """A square sparse matrix that all workers hold, times rows: each worker computes its own."""
+    matrix, x, plain = args[0], args[-1], type(args[0]) is Tensor
+    if plain and len(args) == 2 and not kwargs and matrix.layout in _FORMS and x.axis == 0:
+        total = x.rows.total
+        fits = matrix.shape == (total, total) and matrix.dtype == x.dtype and x.dtype in _SUMMED
+        if fits and x.dim() < 3 and not matrix.requires_grad:
+            return _product(_of_plain(matrix, x.rows), x)
+    if func is torch.sparse.mm:
+        return sparse_mm(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+_FORMS = (torch.sparse_coo, torch.sparse_csr)
 
 
 # Functions ####################################################################

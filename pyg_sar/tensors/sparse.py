@@ -25,7 +25,6 @@ from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     by_gathering,
     mapped,
-    method,
     name_of,
     node_tensors,
     rule,
@@ -274,8 +273,7 @@ def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
     return out if which is None else (out, which)
 
 
-@method(torch.sparse.mm)
-def _sparse_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
+def sparse_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
     """PyG's product, by a matrix of torch, where a ``SparseTensor`` needs no gradient."""
     reduce = args[2] if len(args) > 2 else kwargs.get("reduce")
     matrix, x = args[:2]
