@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, Partitions, both, error, make_graph, whole, workers
+from oracle import CHANNELS, Partitions, both, error, make_graph, parts, whole, workers
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.utils import scatter, softmax
+from torch_geometric.utils import add_self_loops, scatter, softmax
 
 import pyg_sar
 from pyg_sar.tensors import NodeTensor
@@ -300,3 +301,100 @@ def test_writing_into_a_matrix_is_refused(root: Path) -> None:
 
     for found in workers(work, 3):
         assert len(found) == 4 and set(found) <= {"DistributedIndexError", "TypeError"}
+
+
+# Programs drawn at random #####################################################
+
+
+def _edges(draw: random.Random, edge_index: Tensor) -> Tensor:
+    return draw.choice(
+        [
+            lambda e: e,
+            lambda e: e.flip(0),
+            lambda e: e[:, e[0] != e[1]],
+            lambda e: e[:, 5:150:2],
+            lambda e: torch.cat([e, e.flip(0)], 1),
+            lambda e: torch.stack([e[1], e[0]]),
+            lambda e: add_self_loops(e, num_nodes=40)[0],
+        ]
+    )(edge_index)
+
+
+def _read(draw: random.Random, x: Tensor, ids: Tensor) -> Tensor:
+    wide = ids.view(-1, *[1] * (x.dim() - 1)).expand(-1, *x.shape[1:])
+    ways = [lambda: x[ids], lambda: x.index_select(0, ids), lambda: x.gather(0, wide)]
+    return draw.choice(ways)()
+
+
+def _put(draw: random.Random, rows: Tensor, ids: Tensor, like: Tensor) -> Tensor:
+    narrow = ids.view(-1, *[1] * (rows.dim() - 1))
+    wide = draw.choice([narrow.expand_as(rows), narrow.repeat(1, *rows.shape[1:])])
+    shape, self_too = (40, *rows.shape[1:]), draw.random() < 0.5
+    reduce = draw.choice(["sum", "mean", "amax", "amin", "prod"])
+    return draw.choice(
+        [
+            lambda: scatter(rows, ids, 0, 40, reduce.removeprefix("a").replace("prod", "mul")),
+            lambda: rows.new_zeros(shape).index_add_(0, ids, rows, alpha=2.0),
+            lambda: like.new_zeros(shape).scatter_add_(0, wide, rows),
+            lambda: rows.new_full(shape, 0.3).scatter_reduce(
+                0, wide, rows, reduce, include_self=self_too
+            ),
+            lambda: torch.zeros(shape).to(rows).scatter_add(0, wide, rows),
+            lambda: like.new_zeros(shape).index_put((ids,), rows, accumulate=True),
+            lambda: scatter(softmax(rows, ids, num_nodes=40) * rows, ids, 0, 40),
+            lambda: (
+                scatter(rows, ids, 0, 40)
+                / (1 + torch.bincount(ids, minlength=40)).view(-1, *[1] * (rows.dim() - 1))
+            ),
+        ]
+    )()
+
+
+def _times(draw: random.Random, x: Tensor, edge_index: Tensor) -> Tensor:
+    matrix = draw.choice([_matrix, _whole])(x, edge_index)
+    for _ in range(draw.randrange(3)):
+        matrix = draw.choice(
+            [
+                lambda m: m.t(),
+                lambda m: m * 0.5,
+                lambda m: (m + m.t()).coalesce(),
+                lambda m: m + torch.eye(40, dtype=x.dtype).to_sparse(),
+            ]
+        )(matrix)
+    return matrix @ x
+
+
+def _program(seed: int, data: Any) -> list[Tensor | None]:
+    """Output and gradient, of every fourth program also that of a gradient."""
+    draw, leaf = random.Random(seed), data.x.clone().requires_grad_()
+    x = leaf.view(40, 2, 3) if draw.random() < 0.3 else leaf
+    out = x
+    for _ in range(draw.randrange(1, 4)):
+        edge_index = _edges(draw, data.edge_index)
+        if draw.random() < 0.3 and out.dim() == 2:
+            found = _times(draw, out, edge_index)
+        else:
+            far, near = edge_index if draw.random() < 0.7 else edge_index.flip(0)
+            rows = _read(draw, out, far)
+            rows = rows * _read(draw, out.sin(), near) if draw.random() < 0.4 else rows
+            found = _put(draw, rows, near, x)
+        out = found.tanh() + (out if draw.random() < 0.5 else 0)
+    loss = out.sin().square().sum()
+    if seed % 4 == 0:
+        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        loss = slope.square().sum() + loss
+    loss.backward()
+    return [whole(out.detach()), whole(leaf.grad)]
+
+
+@pytest.mark.parametrize("number", (1, 3, 4))
+def test_random_programs(number: int, graph: Data, partitions: Partitions) -> None:
+    root = partitions(graph, number, EMPTY if number == 4 else "random")
+    seeds = range(60 * number, 60 * number + 60)
+
+    def work() -> list[float]:
+        data = pyg_sar.load_partition(root)
+        return [max(map(error, _program(s, data), _program(s, graph))) for s in seeds]
+
+    for found in parts(work, number):
+        assert {seed: e for seed, e in zip(seeds, found, strict=True) if not e < 1e-10} == {}
