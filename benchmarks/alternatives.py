@@ -278,6 +278,7 @@ def measure(graph: Data, given: argparse.Namespace) -> Found:
 
 
 def main() -> None:
+    dgl.use_pytorch()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="../shared/data", help="folder of the real graphs")
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), choices=list(GRAPHS))

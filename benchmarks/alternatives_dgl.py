@@ -22,13 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
 
-os.environ.setdefault("DGLBACKEND", "pytorch")
 MEMORY, WORKERS, COUNT = "DGL", "SAR on DGL, 2 workers", 2
 WAYS = [
     *([MEMORY] if find_spec("dgl") else []),
     *([WORKERS] if find_spec("dgl") and find_spec("sar") else []),
 ]
 MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+def use_pytorch() -> None:
+    """To be called before anything imports DGL, which reads this."""
+    os.environ.setdefault("DGLBACKEND", "pytorch")
 
 
 @contextlib.contextmanager
