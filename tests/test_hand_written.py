@@ -137,15 +137,30 @@ def test_rows_travel_once_and_sums_stay(root: Path) -> None:
 
 
 def test_ids_beyond_the_rows_are_refused(root: Path) -> None:
-    def work(low: int) -> None:
-        data = pyg_sar.load_partition(root)
-        ids = data.edge_index[1].view(-1, 1).expand(-1, CHANNELS) + low
-        messages = data.x[data.edge_index[0]]
-        messages.new_zeros(data.x.shape).scatter_add_(0, ids[:, :1].expand_as(messages), messages)
+    """PyTorch takes ids that count from the end where it indexes, and nowhere else."""
 
-    for low in (-40, 40):
-        with pytest.raises(Exception, match="out of bounds for dimension 0"):
-            workers(work, 3, low)
+    def work(shift: int) -> list[str]:
+        data = pyg_sar.load_partition(root)
+        x, ids = data.x, data.edge_index[1] + shift
+        messages, wide = x[data.edge_index[0]], ids.view(-1, 1).expand(-1, CHANNELS)
+        ways: list[Callable[[], Tensor]] = [
+            lambda: messages.new_zeros(x.shape).scatter_add_(0, wide, messages),
+            lambda: messages.new_zeros(x.shape).index_add_(0, ids, messages),
+            lambda: x.index_select(0, ids),
+            lambda: x.gather(0, wide),
+            lambda: x[ids],
+        ]
+        found = []
+        for way in ways:
+            try:
+                way()
+            except IndexError as problem:
+                found.append(str(problem))
+        return found
+
+    for shift, refused in ((-40, 4), (40, 5)):
+        for texts in workers(work, 3, shift):
+            assert len(texts) == refused and all("out of bounds" in text for text in texts)
 
 
 # Sparse matrices of torch #####################################################
