@@ -98,21 +98,25 @@ def _pass(net: torch.nn.Module, data: Any) -> list[Tensor | None]:
     return [whole(t) for t in (out, x.grad, *(p.grad for p in net.parameters()))]
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("number", (1, 2, 3, 4))
-def test_equal_to_one_process(name: str, number: int, graph: Data, partitions: Partitions) -> None:
+def _check(kind: type[Net], name: str, number: int, graph: Data, partitions: Partitions) -> None:
+    """Output and gradients on workers and on hosted parts are those of one process."""
     root = partitions(graph, number, EMPTY if number == 4 else "random")
     torch.manual_seed(1)
-    net = Net(name).double()
-    expected = _pass(net, graph)
+    expected = _pass(kind(name).double(), graph)
 
     def work() -> float:
         data = pyg_sar.load_partition(root)
         torch.manual_seed(1)
-        own = pyg_sar.distribute(Net(name).double())
+        own = pyg_sar.distribute(kind(name).double())
         return max(map(error, _pass(own, data), expected))
 
     assert max(both(work, number)) < 1e-10
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("number", (1, 2, 3, 4))
+def test_equal_to_one_process(name: str, number: int, graph: Data, partitions: Partitions) -> None:
+    _check(Net, name, number, graph, partitions)
 
 
 def test_rows_travel_once_and_sums_stay(root: Path) -> None:
@@ -230,17 +234,7 @@ class MatrixNet(Net):
 def test_products_equal_to_one_process(
     name: str, number: int, graph: Data, partitions: Partitions
 ) -> None:
-    root = partitions(graph, number, EMPTY if number == 4 else "random")
-    torch.manual_seed(1)
-    expected = _pass(MatrixNet(name).double(), graph)
-
-    def work() -> float:
-        data = pyg_sar.load_partition(root)
-        torch.manual_seed(1)
-        own = pyg_sar.distribute(MatrixNet(name).double())
-        return max(map(error, _pass(own, data), expected))
-
-    assert max(both(work, number)) < 1e-10
+    _check(MatrixNet, name, number, graph, partitions)
 
 
 def test_second_derivatives_of_products_and_of_all_rows(graph: Data, root: Path) -> None:
