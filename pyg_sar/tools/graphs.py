@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,9 +198,8 @@ def load_graph(
         data = _load_ogb(official_name(name) or name.lower(), Path(root or "data"))
     else:
         data = _load_dataset(name, Path(root or "data"))
-    finish: Any = _finish_hetero if isinstance(data, HeteroData) else _finish
     try:
-        return cast(Data | HeteroData, finish(data, settings, seed))
+        return _finish(data, settings, seed)
     except ValueError as error:
         raise ValueError(f"'{name}': {error}") from error
 
@@ -294,7 +293,7 @@ def _load_dataset(name: str, root: Path) -> Data | HeteroData:
             "take them from a source that you trust\n"
         )
     try:
-        dataset = kind(**arguments)
+        dataset: Any = kind(**arguments)
     except ImportError as error:
         raise ImportError(
             f"PyG reads the dataset '{name}' with '{error.name}', which is not installed: "
@@ -302,7 +301,14 @@ def _load_dataset(name: str, root: Path) -> Data | HeteroData:
         ) from error
     except OSError as error:
         raise OSError(_unavailable(name, folder, error)) from error
-    return _single_graph(dataset, name)
+    if len(dataset) != 1:
+        raise ValueError(
+            f"'{name}' holds {counted(len(dataset), 'graphs')}; only single graphs are supported"
+        )
+    data: Data | HeteroData = dataset[0]
+    if type(data) not in (Data, HeteroData):
+        raise ValueError(f"'{name}' is neither a Data nor a HeteroData ({type(data).__name__})")
+    return data
 
 
 def _unavailable(name: str, folder: Path, error: OSError) -> str:
@@ -310,17 +316,6 @@ def _unavailable(name: str, folder: Path, error: OSError) -> str:
         f"The dataset '{name}' is not in '{folder}', and could not be downloaded and processed "
         f"there: {error}; set 'root' (--data-root) to a writable folder that holds it"
     )
-
-
-def _single_graph(dataset: Any, name: str) -> Data | HeteroData:
-    if len(dataset) != 1:
-        raise ValueError(
-            f"'{name}' holds {counted(len(dataset), 'graphs')}; only single graphs are supported"
-        )
-    data = dataset[0]
-    if type(data) not in (Data, HeteroData):
-        raise ValueError(f"'{name}' is neither a Data nor a HeteroData ({type(data).__name__})")
-    return data
 
 
 def _unknown_source(name: str) -> str:
@@ -362,9 +357,31 @@ def _load_ogb(name: str, root: Path) -> Data | HeteroData:
 # After reading ###########################################################################
 
 
-def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
-    """Applies :class:`GraphOptions`."""
+def _finish(data: Data | HeteroData, options: GraphOptions, seed: int) -> Data | HeteroData:
+    """Applies :class:`GraphOptions`, in a ``HeteroData`` to each node type and relation."""
     rng = np.random.default_rng([seed, 1])  # Not the stream that a synthetic graph was drawn by.
+    stores = (
+        _checked_hetero(data, options) if isinstance(data, HeteroData) else _checked(data, options)
+    )
+    for store, count in stores:
+        if store.get("x") is None and options.random_features:
+            x = rng.standard_normal((count, options.random_features), dtype=np.float32)
+            store.x = torch.from_numpy(x)
+        if store.get("x") is not None:
+            store.x = _prepare_features(store.x, options)
+        store.num_nodes = count
+        if store is data or store.get("y") is not None:
+            _apply_split(store, options.split, rng)
+    for edges in data.edge_stores if options.remove_self_loops else ():
+        if not edges.is_bipartite():
+            kept = edges.edge_index[0] != edges.edge_index[1]
+            for name in edges.edge_attrs():
+                edges[name] = edges[name][..., kept] if "index" in name else edges[name][kept]
+    return ToUndirected(reduce="max")(data) if options.undirected else data
+
+
+def _checked(data: Data, options: GraphOptions) -> list[tuple[Any, int]]:
+    """Returns a graph, and its number of nodes."""
     num_nodes = data.num_nodes
     if num_nodes is None:
         raise ValueError("The graph does not tell its number of nodes: save it with 'num_nodes'")
@@ -373,47 +390,20 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
         data.y = y.view(-1)
     if options.feature_columns:
         _stack_features(data, options.feature_columns.split(), num_nodes)
-    _finish_nodes(data, num_nodes, options, rng)
     if data.get("edge_index") is not None:
         check_graph(data, whole=False)
-    if options.remove_self_loops:
-        data = data.edge_subgraph(data.edge_index[0] != data.edge_index[1])
-    if options.undirected:
-        data = ToUndirected(reduce="max")(data)
-    return _apply_split(data, options.split, rng)
+    return [(data, num_nodes)]
 
 
-def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
-    """Applies :class:`GraphOptions` to each node type and relation."""
+def _checked_hetero(data: HeteroData, options: GraphOptions) -> list[tuple[Any, int]]:
+    """Returns the node types of a graph, and the number of nodes of each."""
     if options.feature_columns:
         raise ValueError(
             f"'feature_columns={options.feature_columns}' is of graphs with one type of nodes only"
         )
-    rng = np.random.default_rng([seed, 1])
     counts = {name: count_nodes(name, data[name]) for name in data.node_types}
     edges_of_relations(data, counts, whole=False)
-    for name, count in counts.items():
-        store: Any = data[name]
-        _finish_nodes(store, count, options, rng)
-        if store.get("y") is not None:
-            _apply_split(store, options.split, rng)
-    if options.remove_self_loops:
-        for store in data.edge_stores:
-            if store._key[0] == store._key[2]:
-                kept = store.edge_index[0] != store.edge_index[1]
-                for name in store.edge_attrs():
-                    store[name] = store[name][..., kept] if "index" in name else store[name][kept]
-    return ToUndirected(reduce="max")(data) if options.undirected else data
-
-
-def _finish_nodes(store: Any, count: int, options: GraphOptions, rng: np.random.Generator) -> None:
-    """Draws features where they are asked for, and prepares them."""
-    if store.get("x") is None and options.random_features:
-        x = rng.standard_normal((count, options.random_features), dtype=np.float32)
-        store.x = torch.from_numpy(x)
-    if store.get("x") is not None:
-        store.x = _prepare_features(store.x, options)
-    store.num_nodes = count
+    return [(data[name], count) for name, count in counts.items()]
 
 
 def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
@@ -463,7 +453,7 @@ def _prepare_features(x: Any, options: GraphOptions) -> Tensor:
     return x.to_sparse_csr() if options.sparse and x.layout == torch.strided else x
 
 
-def _apply_split(data: Data, split: str, rng: np.random.Generator) -> Data:
+def _apply_split(data: Any, split: str, rng: np.random.Generator) -> None:
     masks = [name for name in data.keys() if name.endswith("_mask")]  # noqa: SIM118
     if split.isdecimal():
         several = [name for name in masks if data[name].dim() == 2]
@@ -475,17 +465,19 @@ def _apply_split(data: Data, split: str, rng: np.random.Generator) -> Data:
             )
         for name in several:
             data[name] = data[name][:, int(split)].contiguous()
-        return data
+        return
     if split == "auto" and ("train_mask" in masks or data.get("y") is None):
-        return data
+        return
     for name in masks:
         del data[name]
-    chosen = _draw_per_class(data, rng) if split == "per_class" else _draw_random(data, rng)
-    for name, nodes in zip(("train_mask", "val_mask", "test_mask"), chosen, strict=True):
-        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
-        mask[torch.from_numpy(nodes)] = True
-        data[name] = mask
-    return data
+    nodes = rng.permutation(_labelled(data).numpy())
+    if split == "per_class":
+        chosen = _per_class(data.y, nodes)
+    else:
+        chosen = np.split(nodes, [nodes.size * 6 // 10, nodes.size * 8 // 10])
+    for name, part in zip(("train_mask", "val_mask", "test_mask"), chosen, strict=True):
+        data[name] = torch.zeros(data.num_nodes, dtype=torch.bool)
+        data[name][torch.from_numpy(part)] = True
 
 
 def _labelled(data: Data) -> Tensor:
@@ -497,19 +489,14 @@ def _labelled(data: Data) -> Tensor:
     return (known if y.dim() == 1 else known.flatten(1).any(dim=1)).nonzero().view(-1)
 
 
-def _draw_random(data: Data, rng: np.random.Generator) -> list[Any]:
-    nodes = rng.permutation(_labelled(data).numpy())
-    return np.split(nodes, [nodes.size * 6 // 10, nodes.size * 8 // 10])
-
-
-def _draw_per_class(data: Data, rng: np.random.Generator) -> list[Any]:
-    nodes = rng.permutation(_labelled(data).numpy())
-    if data.y.dim() != 1:
+def _per_class(y: Tensor, nodes: Any) -> list[Any]:
+    """Divides nodes, in random order, by classes: 20 of each, 30 of each, and the others."""
+    if y.dim() != 1:
         raise ValueError(
             "split=per_class needs one class per node, 'y' of shape [num_nodes] "
-            f"(got {list(data.y.shape)}); use split=random"
+            f"(got {list(y.shape)}); use split=random"
         )
-    labels = data.y[torch.from_numpy(nodes)].numpy()
+    labels = y[torch.from_numpy(nodes)].numpy()
     order = np.argsort(labels, kind="stable")
     _, starts, counts = np.unique(labels[order], return_index=True, return_counts=True)
     place = np.arange(nodes.size) - np.repeat(starts, counts)  # Position within the class.
