@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -126,6 +126,20 @@ class Process:
 
         return register
 
+    def _on_workers(self, act: Function) -> Function:
+        """Returns what replaces a function by ``act(worker, real, ...)``, on workers."""
+
+        def make(real: Function) -> Function:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is None:
+                    return real(*args, **kwargs)
+                return act(worker, real, *args, **kwargs)
+
+            return call
+
+        return make
+
     # Datasets ----------------------------------------------------------------
 
     def _datasets(self, put: Function) -> None:
@@ -185,16 +199,6 @@ class Process:
 
             return real.getter(get)
 
-        def transform(real: Function) -> Function:
-            def apply(transform: Any, graph: Any) -> Any:
-                worker = self.here()
-                if worker is None or not is_distributed(graph):
-                    return real(transform, graph)
-                apply = partial(real, with_whole_tensors(transform))
-                return worker.graphs.transform(apply, graph, type(transform).__name__)
-
-            return apply
-
         put(Dataset, "_download", made_once)
         put(Dataset, "_process", made_once)
         put(Dataset, "__getitem__", item)
@@ -203,63 +207,27 @@ class Process:
             for name in ("num_classes", "num_node_features", "num_edge_features"):
                 if name in vars(kind):
                     put(kind, name, number)
-        put(BaseTransform, "__call__", transform)
+        put(BaseTransform, "__call__", self._on_workers(_transform))
 
     # Models ------------------------------------------------------------------
 
     def _models(self, put: Function) -> None:
-        def noted(real: Function) -> Function:
-            def make(module: Module, *args: Any, **kwargs: Any) -> None:
-                real(module, *args, **kwargs)
-                if (worker := self.here()) is not None:
-                    worker.models.note(module)
-
-            return make
-
-        def call(real: Function) -> Function:
-            def call(module: Module, *args: Any, **kwargs: Any) -> Any:
-                worker = self.here()
-                if worker is None:
-                    return real(module, *args, **kwargs)
-                return worker.models.call(real, module, args, kwargs)
-
-            return call
-
-        def layer(real: Function) -> Function:
-            def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-                worker = self.here()
-                if worker is None:
-                    return real(module, *args, **kwargs)
-                worker.models.before_layer(module)
-                return real(module, *args, **kwargs)
-
-            return call
-
-        def optimizer(real: Function) -> Function:
-            def make(made: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-                worker = self.here()
-                if worker is not None:
-                    params = worker.models.optimize(params)
-                real(made, params, *args, **kwargs)
-
-            return make
-
-        def left_out(name: str, real: Function) -> Function:
-            def keep(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-                if self.here() is None:
-                    return real(model, *args, **kwargs)
+        def left_out(name: str) -> Function:
+            def keep(
+                worker: Worker, real: Function, /, model: Any = None, *_: Any, **__: Any
+            ) -> Any:
                 self.tell(f"{name} is left out: layers on a distributed graph run as they are")
                 return (lambda found: found) if model is None else model
 
-            return keep
+            return self._on_workers(keep)
 
-        put(Module, "__init__", noted)
-        put(Module, "__setstate__", noted)
-        put(Module, "__call__", call)
-        put(GlobalCalls, "__call__", layer)
-        put(Optimizer, "__init__", optimizer)
-        put(torch, "compile", partial(left_out, "torch.compile"))
-        put(torch.jit, "script", partial(left_out, "torch.jit.script"))
+        put(Module, "__init__", self._on_workers(_note))
+        put(Module, "__setstate__", self._on_workers(_note))
+        put(Module, "__call__", self._on_workers(_call))
+        put(GlobalCalls, "__call__", self._on_workers(_call_layer))
+        put(Optimizer, "__init__", self._on_workers(_optimize))
+        put(torch, "compile", left_out("torch.compile"))
+        put(torch.jit, "script", left_out("torch.jit.script"))
 
     # Files -------------------------------------------------------------------
 
@@ -273,25 +241,6 @@ class Process:
 
             return call
 
-        def save(real: Function) -> Function:
-            def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-                worker = self.here()
-                if worker is not None and not called_by_package():
-                    obj = worker.models.plain(obj)
-                    f = f if worker.files is None else worker.files.place(f, writes=True)
-                return real(obj, f, *args, **kwargs)
-
-            return save
-
-        def load(real: Function) -> Function:
-            def load(f: Any, *args: Any, **kwargs: Any) -> Any:
-                worker = self.here()
-                if worker is not None and worker.files is not None:
-                    f = worker.files.place(f)
-                return real(f, *args, **kwargs)
-
-            return load
-
         for owner in (builtins, io):
             put(owner, "open", partial(private, PrivateFiles.open))
         put(os, "stat", partial(private, PrivateFiles.stat))
@@ -303,102 +252,126 @@ class Process:
             put(os, name, partial(private, PrivateFiles.rename))
         for name in ("chmod", "utime"):
             put(os, name, partial(private, PrivateFiles.change))
-        put(torch, "save", save)
-        put(torch, "load", load)
+        put(torch, "save", self._on_workers(_save))
+        put(torch, "load", self._on_workers(_load))
 
     # Random seeds ------------------------------------------------------------
 
     def _seeds(self, put: Function) -> None:
-        def agreed(real: Function) -> Function:
-            """Rank 0's seed: one that was made from the time is another at each rank."""
-
-            def seed(*args: Any, **kwargs: Any) -> Any:
-                worker = self.here()
-                if worker is None or called_by_package():
-                    return real(*args, **kwargs)
-                (given,) = [*args, *kwargs.values()] or [None]
-                if given is None:
-                    return real(worker.together.new_seed())
-                if isinstance(given, int | np.integer):
-                    given = worker.together.agreed(int(given))
-                return real(given)
-
-            return seed
-
-        def drawn(real: Function) -> Function:
-            def seed() -> int:
-                worker = self.here()
-                if worker is None or called_by_package():
-                    return int(real())
-                found = worker.together.new_seed()
-                torch.manual_seed(found)
-                return found
-
-            return seed
-
-        def generator(real: Function) -> Function:
-            def make(seed: Any = None) -> Any:
-                worker = self.here()
-                return real(worker.together.new_seed() if seed is None and worker else seed)
-
-            return make
-
-        put(torch, "manual_seed", agreed)
-        put(torch, "seed", drawn)
-        put(np.random, "seed", agreed)
-        put(np.random, "default_rng", generator)
-        put(random, "seed", agreed)
+        put(torch, "manual_seed", self._on_workers(_seed))
+        put(torch, "seed", self._on_workers(_draw_seed))
+        put(np.random, "seed", self._on_workers(_seed))
+        put(np.random, "default_rng", self._on_workers(_make_generator))
+        put(random, "seed", self._on_workers(_seed))
 
     # What has no place here --------------------------------------------------
 
     def _refused(self, put: Function) -> None:
-        def refused(name: str, why: str, real: Function) -> Function:
-            def refuse(*args: Any, **kwargs: Any) -> Any:
-                if self.here() is None:
-                    return real(*args, **kwargs)
+        def refused(name: str, why: str) -> Function:
+            def refuse(worker: Worker, real: Function, *args: Any, **kwargs: Any) -> NoReturn:
                 raise DistributedIndexError(f"'{name}' under 'pyg-sar run': {why}")
 
-            return refuse
-
-        def whole_graph(name: str, real: Function) -> Function:
-            def make(loader: Any, *args: Any, **kwargs: Any) -> None:
-                if self.here() is not None and "_made_here" not in loader.__dict__:
-                    given = in_place_here(real, loader, args, kwargs)
-                    if given is None:
-                        why = "the script trains on mini-batches of a graph, which need no "
-                        why += "distributed graph. Run it with python, or on all of one graph"
-                        if "dataset" in inspect.signature(real).parameters:
-                            why = "batches of many graphs are divided where PyG's 'DataLoader' "
-                            why += "makes them: use it, or pyg_sar.scatter(batch)"
-                        raise DistributedIndexError(f"'{name}' under 'pyg-sar run': {why}")
-                    args, kwargs = (), given
-                    loader.__dict__["_made_here"] = True
-                real(loader, *args, **kwargs)
-
-            return make
-
-        def batches(real: Function) -> Function:
-            def iterate(loader: Any) -> Any:
-                worker, found = self.here(), real(loader)
-                if worker is None or not loader.__dict__.get("_of_many"):
-                    return found
-                return map(partial(divided, graphs=worker.graphs), found)
-
-            return iterate
+            return self._on_workers(refuse)
 
         for name, kind in vars(torch_geometric.loader).items():
             if isinstance(kind, type) and "__init__" in vars(kind):
-                put(kind, "__init__", partial(whole_graph, name))
-        put(torch_geometric.loader.DataLoader, "__iter__", batches)
+                put(kind, "__init__", self._on_workers(partial(_make_loader, name)))
+        put(torch_geometric.loader.DataLoader, "__iter__", self._on_workers(_batches))
         traced = "a distributed model can't be traced: leave the call out (of SummaryWriter: "
         traced += "add_graph)"
-        put(torch.jit, "trace", partial(refused, "torch.jit.trace", traced))
+        put(torch.jit, "trace", refused("torch.jit.trace", traced))
         workers = "the script starts workers of its own. Run it with python"
-        put(
-            torch.multiprocessing, "spawn", partial(refused, "torch.multiprocessing.spawn", workers)
-        )
+        put(torch.multiprocessing, "spawn", refused("torch.multiprocessing.spawn", workers))
         starts = "torch.distributed.init_process_group"
-        put(torch.distributed, "init_process_group", partial(refused, starts, workers))
+        put(torch.distributed, "init_process_group", refused(starts, workers))
+
+
+# What workers do instead #####################################################
+
+
+def _transform(worker: Worker, real: Function, transform: Any, graph: Any) -> Any:
+    if not is_distributed(graph):
+        return real(transform, graph)
+    apply = partial(real, with_whole_tensors(transform))
+    return worker.graphs.transform(apply, graph, type(transform).__name__)
+
+
+def _note(worker: Worker, real: Function, module: Module, /, *args: Any, **kwargs: Any) -> None:
+    real(module, *args, **kwargs)
+    worker.models.note(module)
+
+
+def _call(worker: Worker, real: Function, module: Module, /, *args: Any, **kwargs: Any) -> Any:
+    return worker.models.call(real, module, args, kwargs)
+
+
+def _call_layer(worker: Worker, real: Function, layer: Module, /, *args: Any, **kwargs: Any) -> Any:
+    worker.models.before_layer(layer)
+    return real(layer, *args, **kwargs)
+
+
+def _optimize(
+    worker: Worker, real: Function, made: Any, /, params: Any, *args: Any, **kwargs: Any
+) -> None:
+    real(made, worker.models.optimize(params), *args, **kwargs)
+
+
+def _save(worker: Worker, real: Function, /, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+    if not called_by_package():
+        obj = worker.models.plain(obj)
+        f = f if worker.files is None else worker.files.place(f, writes=True)
+    return real(obj, f, *args, **kwargs)
+
+
+def _load(worker: Worker, real: Function, /, f: Any, *args: Any, **kwargs: Any) -> Any:
+    return real(f if worker.files is None else worker.files.place(f), *args, **kwargs)
+
+
+def _seed(worker: Worker, real: Function, *args: Any, **kwargs: Any) -> Any:
+    """Seeds by rank 0's seed: one that was made from the time is another at each rank."""
+    if called_by_package():
+        return real(*args, **kwargs)
+    (given,) = [*args, *kwargs.values()] or [None]
+    if given is None:
+        return real(worker.together.new_seed())
+    return real(
+        worker.together.agreed(int(given)) if isinstance(given, int | np.integer) else given
+    )
+
+
+def _draw_seed(worker: Worker, real: Function) -> int:
+    if called_by_package():
+        return int(real())
+    found = worker.together.new_seed()
+    torch.manual_seed(found)
+    return found
+
+
+def _make_generator(worker: Worker, real: Function, seed: Any = None) -> Any:
+    return real(worker.together.new_seed() if seed is None else seed)
+
+
+def _make_loader(
+    name: str, worker: Worker, real: Function, loader: Any, /, *args: Any, **kwargs: Any
+) -> None:
+    if "_made_here" not in loader.__dict__:
+        given = in_place_here(real, loader, args, kwargs)
+        if given is None:
+            why = "the script trains on mini-batches of a graph, which need no distributed graph. "
+            why += "Run it with python, or on all of one graph"
+            if "dataset" in inspect.signature(real).parameters:
+                why = "batches of many graphs are divided where PyG's 'DataLoader' makes them: use "
+                why += "it, or pyg_sar.scatter(batch)"
+            raise DistributedIndexError(f"'{name}' under 'pyg-sar run': {why}")
+        args, kwargs = (), given
+        loader.__dict__["_made_here"] = True
+    real(loader, *args, **kwargs)
+
+
+def _batches(worker: Worker, real: Function, loader: Any) -> Any:
+    found = real(loader)
+    many = loader.__dict__.get("_of_many")
+    return map(partial(divided, graphs=worker.graphs), found) if many else found
 
 
 def _put(stack: ExitStack, owner: Any, name: str, make: Function) -> None:
