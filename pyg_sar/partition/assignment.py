@@ -180,10 +180,8 @@ def check_num_parts(num_parts: int) -> None:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Returns a number of nodes as an int; NumPy integers and tensors with one integer are taken.
-
-    Raises:
-        ValueError: When it is another number, or negative.
+    """Returns a number of nodes as an int; NumPy integers and tensors with one integer are
+    taken.
     """
     single = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
     plain = value.item() if single else value
@@ -247,32 +245,12 @@ def assign_node_types(
     marked: Mapping[str, Tensor] | None = None,
     pos: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Assigns every node of every type to one of ``num_parts`` parts.
+    """Assigns every node of every type to one of ``num_parts`` parts: int64 ``[N_t]`` by type.
 
-    Args:
-        edges: Edges (source, target) of each relation, ``[2, E]``.
-        num_nodes: Nodes of each type.
-        num_parts: The number of parts.
-        method: ``'balanced'``, ``'metis'``, ``'coarsened'`` and ``'geometric'``: nodes and edges of
-            all types together, as of :func:`~pyg_sar.partition.assignment.assign_nodes`.
-            ``'random'`` and ``'contiguous'``: each type by itself, so that its node counts differ
-            by at most one. Or the assignment itself: an integer vector for each node type.
-        seed: Seed of all but ``'contiguous'``.
-        report: Called with a line of text before each stage that may take long.
-        scratch: A limit of memory, as of :func:`~pyg_sar.partition.assignment.assign_nodes`.
-        marked: Nodes that are balanced by themselves, too, of the types that have such; bool,
-            ``[N_t]``.
-        pos: The positions that ``'geometric'`` needs, of all types in one space, ``[N_t, D]``.
-
-    Returns:
-        The part of each node by type, int64, ``[N_t]``.
-
-    Raises:
-        ValueError: When an argument is out of range or a vector is no assignment.
-        TypeError: When ``method`` is neither a name nor a mapping of vectors.
-
-    See Also:
-        :func:`~pyg_sar.partition.assignment.assign_nodes`.
+    Arguments are as of :func:`~pyg_sar.partition.assignment.assign_nodes`, by relation and by node
+    type. ``'balanced'``, ``'metis'``, ``'coarsened'`` and ``'geometric'`` take nodes and edges of
+    all types together; ``'random'`` and ``'contiguous'`` each type by itself, so that its node
+    counts differ by at most one. Or the assignment itself: an integer vector for each node type.
     """
     check_num_parts(num_parts)
     if isinstance(method, Mapping):
@@ -333,11 +311,7 @@ def _given(method: Assignment, num_nodes: Mapping[str, int], num_parts: int) -> 
 
 
 def count_nodes(name: str, store: Any) -> int:
-    """Returns the number of nodes of a type, from its store.
-
-    Raises:
-        ValueError: When the store does not tell.
-    """
+    """Returns the number of nodes of a type, from its store."""
     x = store.get("x")
     if "num_nodes" not in store and x is not None and hasattr(x, "size"):
         return int(x.size(0))
@@ -354,13 +328,7 @@ def count_nodes(name: str, store: Any) -> int:
 def check_graph(data: Data, whole: bool = True) -> tuple[Tensor, int]:
     """Checks ``data`` and returns its edges (on the CPU) and number of nodes.
 
-    Args:
-        data: The graph.
-        whole: Edges as int64; else as they are, without a copy.
-
-    Raises:
-        TypeError: When ``data`` is not a homogeneous ``Data``.
-        ValueError: When its edges can't be used.
+    ``whole``: edges as int64; else as they are, without a copy.
     """
     if isinstance(data, HeteroData) or not isinstance(data, Data):
         raise TypeError(
@@ -404,9 +372,6 @@ def with_edges(data: Any) -> Any:
     Of the adjacency only its type is kept: :func:`load_partition` puts the distributed
     ``edge_index`` in its place, which layers take for it. Weights become ``edge_weight``; a part
     then has no ``adj_t``, as layers would see no weights in it.
-
-    Raises:
-        ValueError: When ``adj_t`` holds weights, and there is an ``edge_weight`` as well.
     """
     adjacency = data.get("adj_t") if isinstance(data, Data) else None
     if isinstance(adjacency, tuple) and len(adjacency) == 2 and adjacency[1] is None:
@@ -459,12 +424,7 @@ def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
     """Returns the layout of the ``adj_t`` that a graph's edges were, and whether it had weights.
 
     A ``SparseTensor`` of torch-sparse is taken for PyTorch's ``sparse_csr``, where that is missing.
-
-    Args:
-        values: The graph's attributes that are no tensors.
-
-    Returns:
-        ``None`` where they were no sparse matrix.
+    ``None`` where they were no sparse matrix. ``values`` are the attributes that are no tensors.
     """
     form = values.get("adj_t")
     if not isinstance(form, str) or not form.startswith(_ADJACENCY):
@@ -478,12 +438,7 @@ def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
 def edges_of(data: Any, whole: bool = True) -> Tensor:
     """Returns ``edge_index`` of a ``Data`` or an edge store, on the CPU.
 
-    Args:
-        data: The graph, or an edge store.
-        whole: As int64; else as it is, without a copy.
-
-    Raises:
-        ValueError: When it is not one.
+    ``whole``: as int64; else as it is, without a copy.
     """
     edge_index = data.get("edge_index")
     if edge_index is None:
@@ -526,11 +481,7 @@ def edges_of(data: Any, whole: bool = True) -> Tensor:
 def edges_of_relations(
     data: HeteroData, num_nodes: Mapping[str, int], whole: bool = True
 ) -> dict[EdgeType, Tensor]:
-    """Returns ``edge_index`` of each relation, on the CPU; ``whole``: as int64, else as it is.
-
-    Raises:
-        ValueError: When one is none, or names nodes that a type does not have.
-    """
+    """Returns ``edge_index`` of each relation, on the CPU; ``whole``: as int64, else as it is."""
     return {edge_type: _edges(edge_type, data, num_nodes, whole) for edge_type in data.edge_types}
 
 

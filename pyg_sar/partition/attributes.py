@@ -35,16 +35,10 @@ from pyg_sar.wording import counted
 
 
 def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
-    """Returns the COO matrix with these rows and columns.
+    """Returns the COO matrix with these rows and columns, ``[2, nnz]``, and values ``[nnz]``.
 
-    Args:
-        index: Rows and columns, ``[2, nnz]``.
-        entries: Values, ``[nnz]``.
-        size: Rows and columns of the matrix.
-        coalesced: Entries are sorted and without duplicates.
-
-    Raises:
-        ValueError: When a row or column is out of range, or values are missing.
+    ``coalesced``: entries are sorted and without duplicates. Rows and columns out of range are
+    refused.
     """
     if entries.shape[:1] != index.shape[1:]:
         raise ValueError(f"expected a value for each of {index.size(1)} entries of the matrix")
@@ -68,10 +62,8 @@ def ascends(offsets: Tensor, count: int) -> bool:
 
 
 def check_compressed(matrix: Tensor) -> None:
-    """Checks offsets: torch makes CSR and CSC matrices of any, and reads beyond their ends.
-
-    Raises:
-        ValueError: When they don't ascend from 0 to the number of entries.
+    """Checks that offsets ascend from 0 to the number of entries: torch makes CSR and CSC matrices
+    of any, and reads beyond their ends.
     """
     if matrix.layout == torch.sparse_csr:
         offsets, entries, rows = matrix.crow_indices(), matrix.col_indices(), matrix.size(0)
@@ -88,13 +80,8 @@ def check_compressed(matrix: Tensor) -> None:
 
 
 def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns row offsets, columns and values, ascending within each row and without duplicates.
-
-    Args:
-        matrix: In COO, CSR or CSC layout.
-
-    Raises:
-        ValueError: When a row or column is out of range.
+    """Returns row offsets, columns and values, ascending within each row and without duplicates, of
+    a matrix in COO, CSR or CSC layout.
     """
     check_compressed(matrix)
     coo = matrix.detach().to_sparse_coo()
@@ -113,17 +100,8 @@ def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def matrix_of(
     crow: Tensor, column: Tensor, entries: Tensor, size: tuple[int, int], form: str
 ) -> Tensor:
-    """Returns the matrix that :func:`compressed_rows` took apart.
-
-    Args:
-        crow: Row offsets, ``[rows + 1]``.
-        column: Columns, ``[nnz]``.
-        entries: Values, ``[nnz]``.
-        size: Rows and columns of the matrix.
-        form: ``'sparse_coo'``, ``'sparse_csr'`` or ``'sparse_csc'``.
-
-    Raises:
-        ValueError: When offsets, columns and values don't make a matrix.
+    """Returns the matrix that :func:`compressed_rows` took apart, in the layout ``form``
+    (``'sparse_coo'``, ...). What makes no matrix is refused.
     """
     if not ascends(crow, column.numel()):
         raise ValueError(f"expected row offsets of a sparse matrix from 0 to {column.numel()}")
@@ -217,15 +195,8 @@ def encode_all(
 ) -> dict[str, Column]:
     """Encodes the attributes of a graph, or of the nodes of one type or edges of one relation.
 
-    Args:
-        values: The attributes by name.
-        level: Returns an attribute's level.
-        counts: Rows of the levels other than the graph.
-        owner: How errors name the store.
-
-    Raises:
-        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
-            reserved name.
+    ``level`` returns an attribute's level, ``counts`` has the rows of the levels other than the
+    graph, ``owner`` is how errors name the store.
     """
     of = "" if owner == "the graph" else f" of {owner}"
     for name in RESERVED:

@@ -54,17 +54,10 @@ def balanced_assignment(
 ) -> Tensor:
     """Assigns nodes so that nodes and in-edges per part are within :data:`LIMIT` of their means.
 
-    Args:
-        edge_index: Edges (source, target), shape ``[2, E]``, E > 0.
-        num_nodes: Nodes N, more than ``num_parts``.
-        num_parts: Parts P.
-        seed: METIS's seed.
-        report: Called with a line of text before each stage.
-        marked: Nodes that are balanced by themselves, too, bool, ``[N]``.
-
-    Returns:
-        The part of each node, int64, ``[N]``. A limit that can't be kept, as a node has more edges
-        than it, is exceeded as little as these steps allow, with a warning.
+    ``edge_index`` has edges, and the graph more nodes than parts. Nodes that are ``marked``, bool
+    ``[N]``, are balanced by themselves, too. Returns the part of each node, int64, ``[N]``. A limit
+    that can't be kept, as a node has more edges than it, is exceeded as little as these steps
+    allow, with a warning.
     """
     report("METIS")
     indegree = torch.bincount(edge_index[1], minlength=num_nodes)
@@ -104,12 +97,8 @@ def limits(
 ) -> Tensor:
     """Returns the most that a part may have of each kind of what is balanced, int64, ``[C]``.
 
-    Args:
-        totals: What the graph has.
-        largest: What one node has, at most. A part may have as much, and also the average, rounded
-            up to a whole number.
-        num_parts: Parts P.
-        limit: The most over the mean, else.
+    That is ``limit`` times the mean of ``totals``. A part may also have as much as one node
+    (``largest``), and the average, rounded up to a whole number.
     """
     found = []
     for total, of_one in zip(totals, largest, strict=True):
@@ -154,12 +143,8 @@ def metis(
 ) -> Tensor:
     """Assigns nodes to parts of nearly equal node counts with few cut edges.
 
-    Args:
-        graph: Adjacency as of :func:`undirected_csr`.
-        num_parts: The number of parts.
-        seed: METIS's seed.
-        nodes: What each node counts; ``None``: 1.
-        weight: Of each entry of the adjacency; ``None``: 1.
+    ``graph`` is an adjacency (:func:`undirected_csr`); what each node counts, and each entry of the
+    adjacency, is 1 by default.
     """
     import pymetis
 
@@ -175,12 +160,9 @@ def metis(
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """A graph for METIS.
-
-    Attributes:
-        starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
-        size: Weights of each node, int64, ``[N, C]``; the first one counts nodes.
-        weight: Of each entry of ``adjacent``; ``None``: 1.
+    """A graph for METIS: the undirected adjacency (:func:`undirected_csr`), weights of each node,
+    int64 ``[N, C]``, of which the first one counts nodes, and the weight of each entry, by
+    default 1.
     """
 
     starts: _Ints
@@ -216,9 +198,7 @@ def metis_assignment(graph: Coarse, num_parts: int, seed: int) -> Tensor:
 class _MetisCall:
     """Calls METIS with the weights of a graph's nodes. See [Note: two constraints].
 
-    Raises:
-        OSError: When pymetis's library can't be opened.
-        AttributeError: When it hides METIS's functions.
+    An ``OSError`` or ``AttributeError`` says that pymetis's library can't be called so.
     """
 
     def __init__(self) -> None:
@@ -269,11 +249,8 @@ def _pointer(values: NDArray[Any]) -> ctypes.c_void_p:
 
 
 class Loads:
-    """Counts what groups hold of what is balanced, beside the most that they may.
-
-    Args:
-        held: Of each group and kind, int64, ``[groups, C]``; changed by :meth:`add`.
-        most: Of each kind, int64, ``[C]``.
+    """Counts what groups hold of what is balanced, int64 ``[groups, C]``, beside the most that they
+    may, ``[C]``; :meth:`add` changes it.
     """
 
     def __init__(self, held: Tensor, most: Tensor) -> None:
@@ -331,12 +308,10 @@ def save_halo_rows_(
     Args:
         part: The part of each node, int32 or int64, ``[N]``; changed.
         loads: What parts count of each kind, int64, ``[P, C]``; changed.
-        weights: What nodes count, int64, ``[N, C]``.
-        most: What a part may count, int64, ``[C]``.
+        weights, most: What nodes count, ``[N, C]``, and what a part may, ``[C]``, int64.
         first_out: Where the targets of each node start, and at last E, int64, ``[N + 1]``.
         target: The targets, of the dtype of ``part``, ``[E]``.
-        first_in: Where the sources of each node start, and at last E, int64, ``[N + 1]``.
-        source: The sources of the same edges; those of a node ascend, ``[E]``.
+        first_in, source: The same of the sources; those of a node ascend.
         native: Whether to use the kernel; ``None``: where it is there.
 
     Returns:

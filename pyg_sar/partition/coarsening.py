@@ -73,18 +73,12 @@ def coarsened_assignment(
     scratch: Scratch,
     marked: Tensor | None = None,
 ) -> Tensor:
-    """Assigns nodes to parts by METIS on a coarsened graph, and restreaming.
+    """Assigns nodes, of which there are more than parts, by METIS on a coarsened graph, and
+    restreaming.
 
-    Args:
-        edges: The edges, read in pieces.
-        num_nodes: Nodes N, more than ``num_parts``.
-        num_parts: Parts P.
-        seed: METIS's seed.
-        scratch: Where the adjacency goes, and the memory that METIS may take.
-        marked: Nodes that are balanced by themselves, too, bool, ``[N]``.
-
-    Returns:
-        The part of each node, int64, ``[N]``; the same for the same arguments.
+    The edges are read in pieces; the adjacency goes to ``scratch``, whose memory METIS may take.
+    Nodes that are ``marked``, bool ``[N]``, are balanced by themselves, too. Returns the part of
+    each node, int64, ``[N]``; the same for the same arguments.
     """
     blocks = Blocks(edges, num_nodes, scratch, marked)
     part = _coarse_assignment(blocks, num_parts, seed, scratch)
@@ -225,13 +219,7 @@ class Clusters:
 
 
 class Parts:
-    """Where nodes are, and the parts' loads.
-
-    Args:
-        blocks: The adjacency.
-        num_parts: Parts P.
-        part: Of each node, of the blocks' dtype.
-    """
+    """Where nodes are, and the parts' loads."""
 
     def __init__(self, blocks: Blocks, num_parts: int, part: Tensor) -> None:
         self.part, self._blocks = part, blocks
@@ -276,8 +264,7 @@ def join_clusters_(
     Args:
         label: The cluster of each node, int32 or int64, ``[N]``; changed.
         loads: What clusters count of each kind, int64, ``[clusters, C]``; changed.
-        weights: What the nodes that decide count, int64, ``[n, C]``.
-        most: What a cluster may count, int64, ``[C]``.
+        weights, most: What the nodes that decide count, ``[n, C]``; what a cluster may, ``[C]``.
         first: The first of the nodes.
         offsets: Where the neighbours of each start, and at last their number, int64, ``[n + 1]``.
         adjacent: The neighbours, of the dtype of ``label``.
@@ -324,16 +311,8 @@ def join_parts_(
     :math:`\sum_c w_{vc} [p_c \sqrt{L_{ic}}]`, of its loads and rounded. Where no part has room, the
     node goes to the one that it takes least over its limits.
 
-    Args:
-        part: The part of each node, int32 or int64, ``[N]``; changed.
-        loads: What parts count of each kind, :math:`L`, int64, ``[P, C]``; changed.
-        weights: What the nodes that decide count, :math:`w`, int64, ``[n, C]``.
-        most: What a part may count, int64, ``[C]``.
-        price: Of each kind, :math:`p`, float64, ``[C]``.
-        first: The first of the nodes.
-        offsets: Where the neighbours of each start, and at last their number, int64, ``[n + 1]``.
-        adjacent: The neighbours, of the dtype of ``part``.
-        native: Whether to use the kernel; ``None``: where it is there.
+    Arguments are as of :func:`join_clusters_`, with parts for clusters, and ``price``, of each
+    kind, :math:`p`, float64, ``[C]``.
     """
     given = part, loads, weights, most, price, first, offsets, adjacent
     if use_kernel(native, True):

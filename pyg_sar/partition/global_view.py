@@ -54,13 +54,10 @@ def random_digest(device: torch.device) -> bytes:
 
 def share_random_states(comm: Communicator, src: int = 0) -> None:
     """Gives all workers the states of one's generators: PyTorch's, NumPy's and Python's.
+    Collective.
 
     PyTorch's are the CPU's and, where workers compute on GPUs, the GPU's. Splits are often drawn by
     ``numpy.random.permutation``.
-
-    Args:
-        comm: The communicator. All workers call this together.
-        src: The rank whose states they are.
     """
     mine = [state.to(comm.device) for state in (*random_states(comm.device), other_states())]
     *states, others = [comm.broadcast(state, src, label=STATES).cpu() for state in mine]
@@ -77,15 +74,7 @@ def whole_graph(
 ) -> Data | HeteroData:
     """Returns the graph, in tensors of which this worker holds the rows of its part.
 
-    Args:
-        comm: The workers.
-        metadata: What is known of the whole graph.
-        tensors: Those of this worker's part.
-        device: Where they go.
-        keep: Parameters with a row per node, and edges made of plain ids, lie as these nodes do.
-
-    Raises:
-        PartitionError: An attribute with a row per node, edge or entry is no tensor.
+    ``keep``: parameters with a row per node, and edges made of plain ids, lie as these nodes do.
     """
     data: Data | HeteroData = HeteroData() if metadata.hetero else Data()
     layouts: dict[str, Rows] = {}
@@ -136,12 +125,7 @@ def _attributes(
 ) -> dict[str, Any]:
     """Returns attributes as ``Data`` holds them, in tensors of the whole graph.
 
-    Args:
-        attributes: How they are stored.
-        values: The values of those that are no tensors.
-        tensors: The part's.
-        device: Where they go.
-        rows: The layouts of the levels whose rows are split among parts.
+    ``rows`` are the layouts of the levels whose rows are split among parts.
     """
     found = decode_attributes(attributes, values, tensors)
     for name, value in found.items():

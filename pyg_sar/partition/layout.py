@@ -122,14 +122,10 @@ def group_edges(
     targets: NodeOrder | None = None,
     scratch: Scratch | None = None,
 ) -> Layout:
-    """Groups edges by part, and finds the halos.
+    """Groups edges (source, target), int64 ``[2, E]``, by part, and finds the halos.
 
-    Args:
-        edge_index: Edges (source, target), int64, shape ``[2, num_edges]``; with ``scratch`` of
-            any integer dtype.
-        sources: The nodes of the sources' type.
-        targets: Those of the targets' type; the same by default.
-        scratch: Where grouped edges and halos go. See [Note: bounded memory].
+    By default the targets' type is that of the sources. With ``scratch`` the grouped edges, of any
+    integer dtype, and the halos go there. See [Note: bounded memory].
     """
     targets = sources if targets is None else targets
     part, num_parts = sources.part, sources.num_parts
@@ -226,11 +222,8 @@ class PartitionStatistics(Shown):
 
 
 def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> PartitionStatistics:
-    """Measures a partition.
-
-    Args:
-        layout: The partition.
-        train_mask: bool ``[N]``, or ``[N, k]``, of which the first split is counted.
+    """Measures a partition; ``train_mask`` is bool ``[N]``, or ``[N, k]``, of which the first split
+    counts.
     """
     return PartitionStatistics(
         num_parts=layout.num_parts,
@@ -344,14 +337,7 @@ def hetero_statistics(
     train_masks: Mapping[str, Tensor],
     num_parts: int,
 ) -> HeteroPartitionStatistics:
-    """Measures a partition.
-
-    Args:
-        nodes: The nodes of each type.
-        layouts: The relations' layouts.
-        train_masks: bool ``[N_t]`` or ``[N_t, k]`` of the types that have one.
-        num_parts: The number of parts.
-    """
+    """Measures a partition: of nodes and training nodes by type, and the relations' layouts."""
     types = [
         TypeStatistics(
             name=name,

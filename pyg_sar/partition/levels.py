@@ -35,14 +35,7 @@ def encode_attributes(
 ) -> dict[str, Column]:
     """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size.
 
-    Args:
-        data: The graph.
-        num_nodes: Its nodes.
-        levels: Levels of attributes where the caller says them (:func:`level_of`).
-
-    Raises:
-        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
-            reserved name; when it can't be told whether its rows are nodes or edges.
+    ``levels`` are those that the caller says (:func:`level_of`). What can't be told is refused.
     """
     data = fresh(data)
     data.num_nodes, num_edges = num_nodes, data.num_edges
@@ -79,9 +72,6 @@ def level_of(
 
     It is what ``levels`` says, else what PyG takes them for (``data.is_node_attr``,
     ``data.is_edge_attr``); sparse matrices go by their number of rows.
-
-    Raises:
-        ValueError: It doesn't have the rows that ``levels`` says.
     """
     if levels and name in levels:
         count = {"node": num_nodes, "edge": num_edges}.get(levels[name])
@@ -124,11 +114,7 @@ def fresh(data: Data) -> Data:
 
 
 def levels_of(data: Data, levels: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns the levels of all attributes of a graph by name.
-
-    Raises:
-        ValueError: Where it can't be told whether rows are nodes or edges.
-    """
+    """Returns the levels of all attributes of a graph by name."""
     data = fresh(data)
     sizes = data.num_nodes, data.num_edges
     return {

@@ -123,12 +123,7 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
 
 
 def distributed_edges(data: Data) -> Edges:
-    """Returns the edges of a graph with one type of nodes.
-
-    Raises:
-        TypeError: When ``data`` is another one.
-        ValueError: When its edges are flipped.
-    """
+    """Returns the edges of a graph with one type of nodes."""
     if isinstance(data, HeteroData):
         raise TypeError(
             "Message flow graphs and sampled neighbours are of one type of nodes (got 'data' of "
@@ -191,12 +186,8 @@ def _mask(seeds: Tensor, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Some rows of the whole graph, in the order of a number that each of them has.
-
-    Attributes:
-        source: This worker's, by their places among its rows, ``[n]``.
-        rows: Their layout.
-        totals: How many have each number, on all workers.
+    """Some rows of the whole graph, in the order of a number that each of them has: this worker's,
+    by their places among its rows, their layout, and how many have each number, on all workers.
     """
 
     source: Tensor
@@ -204,11 +195,8 @@ class _Chosen:
     totals: list[int]
 
     def layers(self, first: int, count: int) -> list[Rows]:
-        """Returns the layouts of ``count`` layers: each leaves out those of one number more.
-
-        Args:
-            first: How many numbers the first one has.
-            count: The layers.
+        """Returns the layouts of ``count`` layers, of which the first one has ``first`` numbers:
+        each leaves out those of one number more.
         """
         found = [self.rows]
         for k in range(1, count):
@@ -220,12 +208,8 @@ class _Chosen:
 def _chosen(rows: Rows, number: Tensor, most: int) -> _Chosen:
     """Chooses the rows whose number is below ``most``, in its order and that of ids. Collective.
 
-    Each worker orders a run of ids; none holds a table of all rows.
-
-    Args:
-        rows: The layout of the whole graph's.
-        number: Of each row here, int64 ``[rows here]``, not negative.
-        most: The bound.
+    ``number`` is that of each row here, not negative. Each worker orders a run of ids; none holds a
+    table of all rows.
     """
     comm, world = rows.comm, rows.comm.world_size
     source = number.argsort(stable=True)[: int((number < most).sum())]
@@ -252,13 +236,8 @@ def _chosen(rows: Rows, number: Tensor, most: int) -> _Chosen:
 def _flow(data: Data, edges: Edges, hop: Tensor, turns: Tensor, layers: int, whole: bool) -> Data:
     """Returns the graph of the nodes of at most ``layers`` hops, and of edges by their turns.
 
-    Args:
-        data: The whole graph.
-        edges: Its edges.
-        hop: The hop of each node here.
-        turns: The hop that each edge here is sorted by; ``layers`` where it is left out.
-        layers: The number of layers.
-        whole: No neighbour is left out, and degrees are those of the whole graph.
+    ``turns`` is the hop that each edge here is sorted by; ``layers`` where it is left out.
+    ``whole``: no neighbour is left out, and degrees are those of the whole graph.
     """
     of_edges = data.edge_index.rows
     nodes, columns = _chosen(edges.targets, hop, layers + 1), _chosen(of_edges, turns, layers)
@@ -344,12 +323,8 @@ def _edges(
 ) -> NodeTensor:
     """Returns the first layer's edges, which know those of the next. Collective.
 
-    Args:
-        edges: Those of the whole graph.
-        numbers: Their numbers.
-        nodes: The nodes chosen.
-        columns: The edges chosen.
-        whole: Degrees are those of the whole graph.
+    ``numbers`` are those of the whole graph's edges; ``whole``: degrees are those of the whole
+    graph.
     """
     plan, device, layers = edges.plan, edges.device, len(columns.totals)
     ends = nodes.layers(layers + 1, layers)

@@ -114,10 +114,7 @@ def _is_str(value: Any) -> bool:
 class Fields:
     """An object of a partition's metadata. Every method raises :class:`PartitionError`.
 
-    Args:
-        file: The file that it came from.
-        content: The object.
-        place: Where it stands in the file, such as ``'parts[0]'``.
+    ``place`` is where it stands in the file, such as ``'parts[0]'``.
     """
 
     def __init__(self, file: Path, content: Any, place: str = "") -> None:
@@ -325,9 +322,7 @@ class PartitionMetadata(Shown):
     def check_world_size(self, world_size: int, hosted: bool = False) -> None:
         """Raises :class:`PartitionError` unless there is one part per rank.
 
-        Args:
-            world_size: The number of ranks.
-            hosted: They are parts that workers host (``launch(parts=...)``).
+        ``hosted``: ranks are parts that workers host (``launch(parts=...)``).
         """
         if world_size == self.num_parts:
             return
@@ -406,14 +401,8 @@ def _check_version(root: Path, content: Mapping[str, Any]) -> None:
 
 
 def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
-    """Returns the metadata of a partition, of its content in JSON, checked.
-
-    Args:
-        path: The file, for messages.
-        content: What it holds.
-
-    Raises:
-        PartitionError: A field is missing, or is not what it should be.
+    """Returns the metadata of a partition, of its content in JSON, checked; errors name the file
+    ``path``.
     """
     fields = Fields(path, content)
     graph = Fields(path, {"num_graphs": None, **fields.content}).read(GRAPH)

@@ -32,14 +32,11 @@ _NAMED = re.compile(r"index|indices|(^|_)idx(_|\d*$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The nodes that the ids of a store may name.
+    """The nodes that the ids of a store may name: their numbers, of the sources' and of the
+    targets' type.
 
-    Attributes:
-        owner: How errors name the store.
-        sources: The number of nodes; of a relation, of its source type.
-        targets: The same for the targets' type.
-        vectors: Whether a list of ids can be split: the store is of one node type.
-        pairs: Whether pairs of ids can be.
+    ``owner`` is how errors name the store. ``vectors`` and ``pairs`` say whether lists of ids, and
+    pairs, can be split: only where their node type is known.
     """
 
     owner: str
@@ -60,12 +57,7 @@ class Space:
 
 
 def said_of(node_ids: NodeIds | None, names: Iterable[str]) -> dict[str, bool]:
-    """Returns ``node_ids`` as a dict.
-
-    Raises:
-        TypeError: When it is neither a list of names nor a dict of bools.
-        ValueError: When it names an attribute that there is not among ``names``.
-    """
+    """Returns ``node_ids`` as a dict, whose names must be among ``names``."""
     if isinstance(node_ids, Mapping):
         said = dict(node_ids)
     else:
@@ -110,15 +102,8 @@ def integers(value: Any) -> Tensor | None:
 def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) -> str:
     """Returns ``'nodes'`` for a list of node ids, ``'links'`` for pairs, ``''`` for neither.
 
-    Args:
-        name: The attribute's name.
-        value: Its value.
-        level: ``'node'``, ``'edge'`` or ``'graph'``: what its rows would be without ids.
-        space: The nodes that it may name.
-        said: What the caller says.
-
-    Raises:
-        ValueError: When it can't be told, or the ids can't be split.
+    ``level`` is what the attribute's rows would be without ids, ``said`` what the caller says. What
+    can't be told, and ids that can't be split, are refused.
     """
     if said is False or (level != "graph" and not said and not is_named(name)):
         return ""
@@ -192,18 +177,9 @@ def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int
     """Finds the list whose rows an attribute has: ``edge_label`` those of ``edge_label_index``.
 
     It has their number of rows, and the list's name but for what stands in the place of 'index'.
-
-    Args:
-        name: The attribute.
-        rows: Its rows.
-        level: What these would be without lists.
-        lists: Kind and length of each list.
-
-    Returns:
-        The list's name, or ``''``.
-
-    Raises:
-        ValueError: When ``NAME`` has another number of rows than the pairs ``NAME_index``.
+    ``level`` is what they would be without lists, of which ``lists`` has the kind and the length.
+    Returns the list's name, or ``''``. ``NAME`` with another number of rows than the pairs
+    ``NAME_index`` is refused.
     """
     best, longest = "", 0
     for other, (kind, count) in lists.items():
@@ -225,14 +201,9 @@ def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int
 
 @dataclass(frozen=True, slots=True)
 class NodeList:
-    """A list of node ids, as the metadata describes it.
-
-    Attributes:
-        name: Its attribute's name.
-        kind: ``'nodes'`` or ``'links'``.
-        attribute: How it was given.
-        rows: The attributes with a row per entry.
-        key: The key in the dict ``name`` that it is the value of, if there is one.
+    """A list of node ids, as the metadata describes it: its attribute's name (and the key in the
+    dict of that name, if it is a value of one), ``'nodes'`` or ``'links'``, how it was given,
+    and the attributes with a row per entry.
     """
 
     name: str
@@ -271,17 +242,8 @@ def take_lists(
 ) -> tuple[set[str], list[WholeList]]:
     """Finds the attributes that hold node ids, and those that have a row per id.
 
-    Args:
-        values: The attributes by name.
-        level: What their rows are otherwise.
-        space: The nodes.
-        said: What the caller says of attributes.
-
-    Returns:
-        The names of all these attributes, and the lists.
-
-    Raises:
-        ValueError: When it can't be told whether one holds node ids, or they can't be split.
+    ``level`` returns what an attribute's rows are otherwise, ``said`` is what the caller says.
+    Returns the names of all these attributes, and the lists. What can't be told is refused.
     """
     found: _Found = {}
     for name, value in named_attributes(values):
@@ -354,11 +316,8 @@ def without_lists(
 ) -> tuple[Data, list[WholeList]]:
     """Returns the graph without its lists of node ids, and these.
 
-    Args:
-        data: The graph.
-        num_nodes: Its nodes.
-        said: As of :func:`take_lists`.
-        levels: As of :func:`~pyg_sar.partition.levels.level_of`.
+    ``said`` is as of :func:`take_lists`, ``levels`` as of
+    :func:`~pyg_sar.partition.levels.level_of`.
     """
     data = fresh(data)
     data.num_nodes, num_edges = num_nodes, data.num_edges

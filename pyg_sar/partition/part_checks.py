@@ -33,14 +33,9 @@ from pyg_sar.wording import counted
 
 
 class _Tensors:
-    """The tensors of a store of a part, or of a list of node ids.
-
-    Every method raises :class:`PartitionError` where a tensor is not as it should be.
-
-    Args:
-        path: The part's file.
-        tensors: Those of the file.
-        prefix: What stands before the names in the file.
+    """The tensors of a store of a part, or of a list of node ids, whose names in the file begin
+    with ``prefix``. Every method raises :class:`PartitionError` where a tensor is not as it
+    should be.
     """
 
     def __init__(self, path: Path, tensors: PartTensors, prefix: str = "") -> None:
@@ -89,16 +84,10 @@ class _Tensors:
 
 
 def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, path: Path) -> None:
-    """Raises :class:`PartitionError` unless the tensors of a part fit the metadata.
+    """Raises :class:`PartitionError` unless the tensors of a part's file fit the metadata.
 
     Names, dtypes and shapes of all tensors; the values of those that are indices or offsets.
     Values of features and labels aren't read.
-
-    Args:
-        metadata: The partition's.
-        part: The part.
-        tensors: What its file holds.
-        path: The file, for messages.
     """
     _check_names(metadata, tensors, path)
     totals = {group.ends[0]: group.total for group in metadata.groups() if group.kind == "node"}
@@ -141,11 +130,7 @@ def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) 
 def _check_rows(checked: _Tensors, kind: str, rows: PartRows, part: int) -> None:
     """Checks the tensors of rows of a kind by the table of the format.
 
-    Args:
-        checked: The tensors.
-        kind: Of ``KINDS``.
-        rows: The same tensors, and the sizes that are known; the others are found by shapes.
-        part: The part.
+    ``rows`` are the same tensors, and the sizes that are known; the others are found by shapes.
     """
     declared = tensors_of(kind)
     for tensor in declared:

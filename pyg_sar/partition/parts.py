@@ -52,12 +52,8 @@ class PartNodes:
 class PartEdges:
     """The edges into part ``part``, in the order of its file.
 
-    Attributes:
-        layout: The edges of all parts.
-        part: The part.
-        halo: Ranks of the sources that other parts own.
-        edge_index: The edges in the part's numbering, ``[2, e]``.
-        e_id: Their global ids, ``[e]``.
+    ``halo`` are ranks of the sources that other parts own; ``edge_index`` are the edges in the
+    part's numbering, ``[2, e]``, and ``e_id`` their global ids, ``[e]``.
     """
 
     def __init__(self, edges: Tensor, layout: Layout, part: int) -> None:
@@ -110,10 +106,8 @@ def attribute_tensors(
 ) -> PartTensors:
     """Returns the attributes' tensors for the rows ``ids`` of each level, by their names in a file.
 
-    Args:
-        columns: The attributes of the whole graph.
-        ids: Rows of the levels of which a part holds some rows only.
-        runs: These rows of attributes where they are known (:class:`AttributeRuns`).
+    ``ids`` are of the levels of which a part holds some rows only; ``runs`` are these rows of
+    attributes where they are known (:class:`AttributeRuns`).
     """
     tensors: PartTensors = {}
     for name, column in columns.items():
@@ -138,10 +132,8 @@ Owners = Callable[[slice], Tensor]
 class AttributeRuns:
     """Attributes' rows in scratch files, grouped by part: of dense ones with a row per item.
 
-    Args:
-        columns: The attributes of the whole graph.
-        owners: The parts of the rows of each level, and the rows of each part, ``[P]``.
-        scratch: Where the files go; without it there are none.
+    ``owners`` has of each level what returns the parts of its rows, and the rows of each part,
+    ``[P]``. Without ``scratch`` there are no files.
     """
 
     def __init__(
@@ -175,13 +167,7 @@ class AttributeRuns:
 
 
 class SplitLists:
-    """Lists of the whole graph and which part owns what of them.
-
-    Args:
-        lists: The lists of one graph, node type or relation.
-        sources: The nodes, of the sources' type.
-        targets: Those of the targets' type.
-    """
+    """Lists of one graph, node type or relation, and which part owns what of them."""
 
     def __init__(self, lists: Sequence[WholeList], sources: NodeOrder, targets: NodeOrder) -> None:
         self._lists = lists
@@ -225,12 +211,10 @@ def _split_links(
 def decode_attributes(
     attributes: dict[str, Attribute], values: dict[str, Any], tensors: PartTensors
 ) -> dict[str, Any]:
-    """Returns the attributes as ``Data`` held them, ``{name: value}``, for the part's rows.
+    """Returns the attributes as ``Data`` held them, ``{name: value}``, for the rows in a part's
+    tensors.
 
-    Args:
-        attributes: How each is stored.
-        values: The graph-level plain values.
-        tensors: The part's tensors.
+    ``values`` are the graph-level plain values.
     """
     decoded = {}
     for name, attribute in attributes.items():
@@ -332,13 +316,8 @@ def merged_attributes(
 
 
 def restricted(data: Data, lists: Sequence[WholeList], kept: Tensor, num_nodes: int) -> Data:
-    """Returns ``data``, the subgraph of the nodes ``kept`` (``[n]``), with its part of the lists.
-
-    Args:
-        data: The subgraph without lists, as of :func:`without_lists`.
-        lists: Those of the whole graph.
-        kept: The nodes, in the order of their new ids.
-        num_nodes: Nodes of the whole graph.
+    """Returns ``data``, the subgraph of the nodes ``kept`` (``[n]``, in the order of their new
+    ids), with its part of the whole graph's lists (:func:`without_lists`).
     """
     for whole in lists:
         number = torch.full((num_nodes,), -1)

@@ -139,14 +139,8 @@ def _has_positions(data: Any) -> bool:
 def _cut(
     data: Any, num_parts: int, method: Any, seed: int, how: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[[int], PartTensors]]:
-    """Returns the metadata of a graph's parts, as their file has it, and what makes their tensors.
-
-    Args:
-        data: The graph.
-        num_parts: The parts.
-        method: Who gets which node.
-        seed: Seed of the partitioner.
-        how: Other arguments of ``prepare``.
+    """Returns the metadata of a graph's parts, as their file has it, and what makes their
+    tensors.
     """
     if not isinstance(data, Data | HeteroData):
         raise TypeError(
@@ -171,11 +165,7 @@ def _cut(
 
 
 def _source(states: list[int], digests: Tensor) -> int | None:
-    """Returns the one rank that has the graph; ``None`` where all have it, and it is the same.
-
-    Raises:
-        ValueError: Neither is so.
-    """
+    """Returns the one rank that has the graph; ``None`` where all have it, and it is the same."""
     having = [rank for rank, state in enumerate(states) if state != _NONE]
     if len(having) == 1:
         return having[0] if len(states) > 1 else None

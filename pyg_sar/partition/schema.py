@@ -58,12 +58,9 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """Tensors of one kind in one part, with their sizes, for checks that the table adds.
-
-    Attributes:
-        tensors: By their own names.
-        sizes: By the letters of :data:`SIZES`.
-        own: Global ids of the part's nodes, of the sources' type.
+    """Tensors of one kind in one part, by their own names, with sizes by the letters of
+    :data:`SIZES` and the global ids of the part's nodes, of the sources' type; for checks that
+    the table adds.
     """
 
     tensors: PartTensors
@@ -318,11 +315,7 @@ def without_prefix(tensors: PartTensors, prefix: str) -> PartTensors:
 def global_ids(kind: str, rows: PartTensors, sources: Tensor, targets: Tensor) -> Tensor:
     """Returns a part's edges ``[2, e]``, or the nodes ``[e]`` of a list, by global ids.
 
-    Args:
-        kind: Of :data:`KINDS`, but nodes.
-        rows: The tensors by their own names.
-        sources: Global ids of the part's nodes of the sources' type, ``[n]``.
-        targets: The same of the targets' type, ``[m]``.
+    ``sources`` and ``targets`` are those of the part's nodes of these types.
     """
     if kind == "nodes":
         return sources[rows["ids"]]

@@ -40,13 +40,9 @@ def offsets_of(counts: Tensor) -> Tensor:
 
 
 class Scratch:
-    """A folder for scratch files, and the memory that may be taken beside them.
+    """An existing folder for scratch files, and the bytes of memory that may be taken beside them.
 
-    Args:
-        folder: An existing folder.
-        memory: Bytes.
-        report: Called with lines of progress.
-        unfinished: What a run before has left.
+    ``report`` is called with lines of progress; ``unfinished`` is what a run before has left.
     """
 
     def __init__(
@@ -96,15 +92,11 @@ class Scratch:
         return torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)
 
     def check(self, nodes: list[int], edges: list[int], row_bytes: tuple[float, float]) -> None:
-        """Raises where a part can't be written within the memory.
+        """Raises ``ValueError`` where a part can't be written within the memory: names one that
+        would do.
 
-        Args:
-            nodes: Nodes of each part, of all types.
-            edges: Edges of each part, of all relations.
-            row_bytes: Bytes of the attributes of a node and of an edge, on average.
-
-        Raises:
-            ValueError: Names the largest part, and a number of parts that would fit.
+        ``nodes`` and ``edges`` are those of each part, ``row_bytes`` what the attributes of a node
+        and of an edge take, on average.
         """
         fixed, (of_node, of_edge) = PER_NODE * sum(nodes), row_bytes
         most = max(
@@ -139,12 +131,8 @@ class Scratch:
 
 
 class GroupedRows:
-    """Rows of an array, those of a part together, in the array's order.
-
-    Args:
-        scratch: Where they go.
-        counts: Rows of each part, int64 ``[P]``.
-        like: A tensor with rows of this shape and dtype.
+    """Rows of an array, shaped as those of ``like``, in a file: those of a part together, in the
+    array's order. ``counts`` are the rows of each part, int64 ``[P]``.
     """
 
     def __init__(self, scratch: Scratch, counts: Tensor, like: Tensor) -> None:
@@ -199,13 +187,8 @@ def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
 
 
 class GroupedEdges:
-    """Edges grouped by the part of their target, with their ids.
-
-    Args:
-        scratch: Where they go.
-        edge_index: Edges (source, target), of any integer dtype, ``[2, E]``.
-        owner: Part of each target node.
-        num_parts: The number of parts.
+    """Edges (source, target), of any integer dtype, ``[2, E]``, grouped by the part of their target
+    (``owner``), with their ids.
     """
 
     def __init__(self, scratch: Scratch, edge_index: Tensor, owner: Tensor, num_parts: int) -> None:
@@ -245,14 +228,7 @@ class GroupedEdges:
 def grouped(
     scratch: Scratch, values: Tensor, owners: Callable[[slice], Tensor], counts: Tensor
 ) -> GroupedRows:
-    """Groups the rows of an array by part.
-
-    Args:
-        scratch: Where they go.
-        values: ``[rows, ...]``.
-        owners: Returns the parts of a slice of the rows.
-        counts: Rows of each part.
-    """
+    """Groups the rows of an array by part: ``owners`` returns the parts of a slice of them."""
     found = GroupedRows(scratch, counts, values)
     for piece in scratch.pieces("attributes by part", len(values), values[:1].nbytes):
         found.put(values[piece], *group_by_part(owners(piece), counts.numel()))

@@ -85,14 +85,8 @@ def write_series(
 ) -> dict[str, Any]:
     """Writes each part's rows of arrays ``[T, N, *]``, a few snapshots at a time.
 
-    Args:
-        folder: Where the files go.
-        series: The arrays by name.
-        ids: Global ids of the nodes of each part.
-        report: Called with a line of text for each array.
-
-    Returns:
-        What the metadata says of them.
+    ``ids`` are the global ids of the nodes of each part. Returns what the metadata says of the
+    files.
     """
     found, rows = {}, [part.numpy() for part in ids]
     for number, (name, array) in enumerate(series.items()):
@@ -258,11 +252,7 @@ def merge_series(
 ) -> None:
     """Writes all parts' rows of a folder's series into arrays ``[T, N, *]``, a snapshot at a time.
 
-    Args:
-        root: The partition folder.
-        metadata: Its metadata.
-        ids: Global ids of the nodes of each part.
-        into: The arrays by name; those that it lacks are made.
+    ``ids`` are the global ids of the nodes of each part. Arrays that ``into`` lacks are made.
     """
     read = [Series(root, p) for p in range(len(ids))] if metadata.series else []
     for name, info in metadata.series.items():

@@ -309,8 +309,7 @@ def _check_writable(root: Path) -> None:
 def _publish(folder: TemporaryFolder, finished: Path, root: Path, overwrite: bool) -> None:
     """Renames a finished folder to its place; what it replaces is removed with ``folder``.
 
-    Raises:
-        FileExistsError: Something has come there since the work began.
+    A ``FileExistsError`` says that something has come there since the work began.
     """
     if os.path.lexists(root):
         _check_target(root, overwrite)
@@ -334,11 +333,7 @@ def _publish(folder: TemporaryFolder, finished: Path, root: Path, overwrite: boo
 
 
 def remove_partition(root: Path) -> None:
-    """Removes a partition, a damaged one too.
-
-    Raises:
-        FileExistsError: It is a link or a file, or holds more than files of a partition.
-    """
+    """Removes a partition, a damaged one too, but no link, and no folder that holds more."""
     others = [root.name] if root.is_symlink() or not root.is_dir() else _others(root)
     if others:
         raise FileExistsError(f"'{root}': {others[0]!r} is of no partition; move it elsewhere")
@@ -462,18 +457,11 @@ def read_part(
     verify: bool = True,
     metadata: PartitionMetadata | None = None,
 ) -> PartTensors:
-    """Reads the tensors of one part, memory mapped; no other part's file is touched.
+    """Reads the tensors of one part, memory mapped, and checks them; no other part's file is
+    touched.
 
-    Args:
-        root: The partition folder.
-        part: The part.
-        verify: Compare the checksum, which reads the file once.
-        metadata: What :func:`read_metadata` gave, to spare a second look.
-
-    Raises:
-        PartitionError: When the file is missing or damaged, or a tensor is not what the metadata
-            describes (``part_checks.py``).
-        ValueError: When there is no such part.
+    ``verify`` compares the checksum, which reads the file once; ``metadata`` is what
+    :func:`read_metadata` gave, to spare a second look.
     """
     metadata = metadata or read_metadata(root)
     if not 0 <= part < metadata.num_parts:

@@ -51,20 +51,12 @@ class Unfinished:
 
     Its name can be foretold, so it is looked at before anything of it is taken or removed: it is a
     folder, no link, of this user, and holds what a partitioning leaves and nothing else.
-
-    Args:
-        root: The partition to be.
-        request: All that decides its bytes, as values of JSON.
-        report: Called with a line where something is taken over.
+    ``request`` is all that decides the partition's bytes, as values of JSON.
 
     Attributes:
         parts: The folder of finished parts.
         scratch: A folder for scratch files, which doesn't exist yet.
         keep: Leave the folder to a next run.
-
-    Raises:
-        ValueError: Another process writes this partition.
-        OSError: Something else has the folder's name, or is in it.
     """
 
     def __init__(self, root: Path, request: Mapping[str, Any], report: Callable[[str], None]):
@@ -148,11 +140,10 @@ class Unfinished:
         return found
 
     def part(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Returns what the metadata says of a part; writes the part where it isn't whole.
+        """Returns what the metadata says of the part in the file ``name``.
 
-        Args:
-            name: Its file.
-            write: Writes it to the folder that it gets, and returns what is said of it.
+        Where it isn't whole, ``write`` writes it to the folder that it gets, and returns what is
+        said of it.
         """
         about = self._saved(f"{name}.json")
         if about is not None and about["file"] == name and self._is_whole(self.parts / name, about):

@@ -62,13 +62,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class WholeStore:
-    """A store of the whole graph, encoded.
-
-    Attributes:
-        info: How it is stored.
-        columns: Its attributes.
-        lists: Its lists of node ids.
-        edges: Its edges ``[2, E]``, where it has such.
+    """A store of the whole graph, encoded: how it is stored, its attributes, its lists of node ids,
+    and its edges ``[2, E]``, where it has such.
     """
 
     info: StoreInfo
@@ -104,11 +99,7 @@ def _store_of_data(
 
 
 def _stores_of_hetero(data: HeteroData, node_ids: NodeIds | None, whole: bool) -> list[WholeStore]:
-    """Returns the stores of the graph, of its types and of its relations.
-
-    Raises:
-        ValueError: When a store does not tell its size, edges or attributes can't be used.
-    """
+    """Returns the stores of the graph, of its types and of its relations."""
     said = said_of(node_ids, {name for store in data.stores for name in store})
     if not data.node_types:
         raise ValueError("'data' has no node type; set data['name'].num_nodes")
@@ -146,11 +137,8 @@ def _stores_of_hetero(data: HeteroData, node_ids: NodeIds | None, whole: bool) -
 class SplitGraph:
     """A graph's stores, and which part owns what.
 
-    Args:
-        stores: The stores.
-        parts: Part of each node by type; ``''`` is the type of a ``Data``.
-        num_parts: The number of parts.
-        scratch: Where rows grouped by part go. See [Note: bounded memory].
+    ``parts`` is the part of each node by type; ``''`` is the type of a ``Data``. Rows grouped by
+    part go to ``scratch``. See [Note: bounded memory].
     """
 
     def __init__(
@@ -375,10 +363,8 @@ def _train_masks(stores: Sequence[WholeStore]) -> dict[str, Tensor]:
 
 
 def _marked(masks: Mapping[str, Tensor], method: Any) -> dict[str, Tensor]:
-    """Returns the training nodes of each type that has some; of masks ``[N, k]`` the first split.
-
-    Raises:
-        ValueError: There are none, or the method does not balance them.
+    """Returns the training nodes of each type that has some; of masks ``[N, k]`` the first
+    split.
     """
     if not isinstance(method, str) or method not in ("balanced", "coarsened"):
         given = repr(method) if isinstance(method, str) else "an assignment"

@@ -195,9 +195,7 @@ def in_full(tensor: Tensor) -> Tensor:
 class Recorder:
     """Keeps copies of what goes into and comes out of a model's modules, in order.
 
-    Args:
-        model: The model to watch.
-        keep_results: Keep whole results as well, for :class:`StandIn`.
+    With ``keep_results`` whole results as well, for :class:`StandIn`.
     """
 
     def __init__(self, model: nn.Module, keep_results: bool = False) -> None:
@@ -245,11 +243,7 @@ class Recorder:
 
 
 class StandIn(nn.Module):
-    """In place of a module that can't run: gives what it gave in one process.
-
-    Args:
-        results: Its results for the whole graph, one per call.
-    """
+    """In place of a module that can't run: gives its results of one process, one per call."""
 
     def __init__(self, results: list[Any]) -> None:
         super().__init__()
@@ -327,11 +321,7 @@ def compare(
 ) -> None:
     """Fills ``report`` with errors, and with the first place where numbers differ.
 
-    Args:
-        model: The plain model.
-        expected: What one process found.
-        workers: What the workers found.
-        report: Where the result goes. Gradients count where it holds no refused modules.
+    Gradients and buffers count where the report holds no refused modules.
     """
     errors = {
         key: _error([w.events.get(key) for w in workers], whole)

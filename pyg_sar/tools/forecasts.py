@@ -93,12 +93,8 @@ def _together(parts: Sequence[Run], hosted: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The runs with a limit of memory and a store, by size, worker and part; or why there are none.
-
-    Attributes:
-        sizes: As of :class:`Runs`.
-        runs: What each part's process moved, and the part's own seconds.
-        refused: Why such a limit can't be kept; empty: it can.
+    """Runs with a limit of memory and a store: ``runs[size][worker][part]``, what its process moved
+    and the part's own seconds; ``refused`` says why such a limit can't be kept, if so.
     """
 
     sizes: list[float]

@@ -41,13 +41,7 @@ def is_graph_folder(path: Path) -> bool:
 
 
 def load_folder(folder: str | os.PathLike[str]) -> Data | HeteroData:
-    """Returns the graph of a folder; see this module.
-
-    Raises:
-        ValueError: When a file is not what it should be: names the file.
-        ImportError: When there is a table, and no pyarrow.
-        OSError: When a file can't be read.
-    """
+    """Returns the graph of a folder; see this module. Errors name the file."""
     root = Path(folder)
     inner = sorted(path for path in root.iterdir() if path.is_dir())
     if any(path.suffix in (".npy", *TABLES) for path in root.iterdir()):
@@ -89,13 +83,8 @@ def _homogeneous(root: Path) -> Data:
 def load_table(edges: str | os.PathLike[str], nodes: str | None = None) -> Data:
     """Returns the graph of a table of edges, and of one of nodes; see this module.
 
-    Args:
-        edges: A ``.parquet`` or ``.csv`` file. Its nodes are those that the edges name, if there is
-            no table of nodes: integers in ascending order, text in the order in which it comes.
-        nodes: A table of nodes.
-
-    Raises:
-        ValueError, ImportError, OSError: As :func:`load_folder`.
+    Without a table of nodes they are those that the edges name: integers in ascending order, text
+    in the order in which it comes.
     """
     paths = [None if path is None else Path(path) for path in (nodes, edges)]
     for path in paths:

@@ -240,13 +240,9 @@ def _level(kind: Any, name: str) -> AttrType:
 def load_saved(path: str | os.PathLike[str]) -> Data | HeteroData:
     """Reads a ``Data`` or ``HeteroData`` written by ``torch.save(data, path)``.
 
-    ``data.to_dict()`` and the processed file of a PyG dataset of one graph will do as well.
-    Only tensors, arrays, plain values and these classes are read, so that the file can't run
-    code.
-
-    Raises:
-        ValueError: When the file holds anything else.
-        OSError: When there is no such file.
+    ``data.to_dict()`` and the processed file of a PyG dataset of one graph will do as well. A file
+    with anything but tensors, arrays, plain values and these classes is refused, so that it can't
+    run code.
     """
     path = Path(path)
     if not path.is_file():
@@ -341,15 +337,7 @@ def _check(fits: bool, name: str, value: Any, expected: str) -> None:
 
 
 def synthetic_graph(graph: SyntheticGraph, seed: int = 0) -> Data:
-    """Draws the graph: ``edge_index``, ``y`` and ``x``, without masks.
-
-    Args:
-        graph: What to draw.
-        seed: The same seed gives the same graph.
-
-    Raises:
-        ValueError: When so many edges can't be drawn.
-    """
+    """Draws the graph: ``edge_index``, ``y`` and ``x``, without masks; the same for a seed."""
     rng = np.random.default_rng(seed)
     y = rng.permutation(graph.nodes) % graph.classes
     edge_index = torch.from_numpy(_edges(graph, y, rng))

@@ -226,11 +226,7 @@ def _check_sizes(**sizes: int) -> None:
 
 
 def place_and_name(source: str) -> tuple[str, str]:
-    """Returns the two sides of ``'module:callable'`` or ``'FILE.py:callable'``.
-
-    Raises:
-        ValueError: It is no such text.
-    """
+    """Returns the two sides of ``'module:callable'`` or ``'FILE.py:callable'``."""
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(

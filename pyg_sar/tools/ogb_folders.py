@@ -108,13 +108,9 @@ def find_ogb_folder(name: str, root: Path) -> Path | None:
 
 
 def load_ogb_folder(folder: Path) -> Data | HeteroData:
-    """Returns the graph of a folder; see this module.
+    """Returns the graph of a folder; see this module. Errors name the file.
 
-    Raises:
-        ValueError: When the folder's name tells no dataset of OGB, the release is another one, or
-            a file is not what it should be: names the file.
-        ImportError: When there is no pyarrow.
-        OSError: When a file is missing or can't be read.
+    A folder whose name tells no dataset of OGB, and another release of one, are refused.
     """
     name = official_name(folder.resolve().name)
     if name is None:

@@ -53,18 +53,9 @@ Call = Callable[..., Tensor]
 
 
 class Samples:
-    """Samples of a partition, of one or two sizes, in a temporary folder.
+    """Samples of a partition with these parts, of one or two sizes, in a temporary folder.
 
-    Args:
-        root: The partition.
-        shapes: Its parts.
-        model: The model, or what makes it.
-        policies: How layers run.
-        call: The forward pass.
-        rows: Of the larger sample, about; see :data:`ROWS`.
-
-    Attributes:
-        sizes: As shares of the partition.
+    ``rows`` is about what the larger one has (:data:`ROWS`); ``sizes`` are shares of the partition.
     """
 
     def __init__(
@@ -156,10 +147,8 @@ def _rows(shapes: Sequence[PartShape]) -> int:
 
 
 class Training:
-    """A training of this worker's part of a sample.
-
-    Args:
-        watch: Is entered while the part is loaded and two steps are made.
+    """A training of this worker's part of a sample; ``watch`` is entered for the first two
+    steps.
     """
 
     def __init__(

@@ -30,14 +30,8 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartShape:
-    """Counts of a part.
-
-    Attributes:
-        nodes: Own nodes.
-        halo: Halo rows, by owner.
-        edges: Edges into own nodes, by the owner of their sources.
-        boundary: Own nodes that others need.
-    loops: Edges from a node to itself, which some layers replace.
+    """Counts of a part: own nodes; halo rows, and edges into own nodes, by the owner of their
+    sources; own nodes that others need; edges from a node to itself, which some layers replace.
     """
 
     nodes: int
@@ -136,17 +130,10 @@ class PublishedPartition:
 
 
 def estimated_partitions(data: Data, most: int) -> list[PublishedPartition]:
-    """Returns what partitions of a graph into 2, 4, 8, ... parts will have, about.
+    """Returns what partitions of a graph into 2, 4, 8, ..., ``most`` parts will have, about.
 
     The graph is divided into the largest number of them, quickly (``'coarsened'``); the others are
     unions of these parts. The counts are those of the largest part, in each.
-
-    Args:
-        data: The graph.
-        most: The largest number of parts, a power of two.
-
-    Raises:
-        ValueError: The graph has less than two nodes, or no edges.
     """
     nodes = int(data.num_nodes or 0)
     edge_index = data.edge_index
@@ -171,12 +158,7 @@ def estimated_partitions(data: Data, most: int) -> list[PublishedPartition]:
 
 
 def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
-    """Reads the counts of all parts, one part's edges at a time.
-
-    Raises:
-        ValueError: A heterogeneous graph.
-        PartitionError: There is no partition, or a part is missing.
-    """
+    """Reads the counts of all parts, one part's edges at a time; refuses heterogeneous graphs."""
     metadata = read_metadata(root)
     if metadata.hetero:
         raise ValueError(f"'{root}' holds a heterogeneous graph, which plan() can't predict yet")

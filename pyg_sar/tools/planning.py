@@ -363,11 +363,7 @@ def _partition_of(text: str) -> Partition:
 
 
 def parse_rate(text: str) -> float:
-    """Returns bytes per second of ``'1Gb'``, ``'100Mb'``: bits per second.
-
-    Raises:
-        ValueError: It is no such text.
-    """
+    """Returns bytes per second of ``'1Gb'``, ``'100Mb'``: bits per second."""
     # A large B would be bytes.
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)b(?:it)?(?:/s|ps)?", text.strip())
     if found is None or float(found[1]) <= 0:

@@ -136,18 +136,7 @@ def _loaded(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictConfig:
-    """A prediction for all nodes of a partitioned graph.
-
-    Args:
-        checkpoint: The file.
-        parts: A folder that :func:`pyg_sar.write_partitions` wrote.
-        out: The file to write: ``.npy``, or a table, ``.parquet`` or ``.csv``.
-        model: Builds the model, ``'module:callable'`` or ``'FILE.py:callable'``; by default the
-            checkpoint tells.
-        weights: The best weights, or the last.
-        args: Attributes of the graph that the model takes, by keyword; by default those of the
-            training.
-    """
+    """The options of ``pyg-sar predict``."""
 
     checkpoint: str
     parts: str
@@ -249,17 +238,14 @@ def write_table(
     """Writes the rows of all workers to a table, ``.parquet`` or ``.csv``. Collective.
 
     Its columns are ``id``, what the nodes are called, and ``out_0``, ``out_1``, ... The rows pass
-    through ``.npy`` files beside it, so that no worker holds more than its own.
+    through ``.npy`` files beside it, so that no worker holds more than its own. Errors are raised
+    on every worker.
 
     Args:
         values: A row per node of this worker, ``[num_local, *]``.
         places: The places of these rows in the table, int64 ``[num_local]``.
         names: The ids of these nodes (``data.node_name``); without them ids are the places.
         path: The file.
-
-    Raises:
-        ImportError: On every worker, where rank 0 has no pyarrow.
-        OSError, ValueError: As :func:`~pyg_sar.reduction.rows_file.write_rows`.
     """
     comm, path = current(), Path(path).absolute()
     begun: list[Any] = ["", None]

@@ -130,13 +130,8 @@ def _best(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Holds what a store moves in a step.
-
-    Attributes:
-        read: Bytes read from it.
-        written: Bytes written to it.
-        awaited: Those of the bytes read that a part had to wait for.
-        waits: How often one had to.
+    """What a store moves in a step: bytes read and written; those of the bytes read that a part had
+    to wait for, and how often one had to.
     """
 
     read: float = 0

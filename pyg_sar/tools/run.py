@@ -102,31 +102,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A training run.
+    """The options of ``pyg-sar train``, as :func:`train_worker` takes them.
 
-    Args:
-        parts: A folder that :func:`pyg_sar.write_partitions` wrote.
-        model: The model.
-        train: Settings of the training loop; its seed also draws the first parameters.
-        policy: How layers run distributed.
-        mfg: Whether training steps run on message flow graphs; ``'auto'``: where they pay.
-        loss: A name of :data:`LOSSES`.
-        metric: A name of :data:`METRICS`, whose validation value decides on the best epoch and on
-            early stopping; by default the accuracy where targets are classes, else the loss.
-        seeds: Runs, with the seeds ``train.seed``, ``train.seed + 1``, ...
-        args: Attributes of the graph that the model takes, by keyword.
-        labels: The share of training nodes that show their labels in each step, as one-hot columns
-            behind the features (``Trainer(labels=...)``).
-        sampler: Train on sampled neighbours.
-        checkpoint: File for checkpoints.
-        checkpoint_every: Epochs between them.
-        resume: Checkpoint to go on from.
-        auto_resume: Go on from ``checkpoint`` where that file exists, else from ``resume``.
-        allow_changes: Resume although settings differ.
-        report: Folder for the report.
-        tensorboard: Folder for TensorBoard's files.
-        overwrite: Replace another run's report and checkpoint.
-        progress: A bar, a line per evaluation, or nothing.
+    ``mfg='auto'`` takes message flow graphs where they pay. ``metric`` decides on the best epoch,
+    by default the accuracy where targets are classes, else the loss. ``seeds`` are runs with the
+    seeds ``train.seed``, ``train.seed + 1``, ... ``auto_resume`` goes on from ``checkpoint`` where
+    that file exists, else from ``resume``.
     """
 
     parts: str
@@ -165,13 +146,8 @@ def say_kept(config: RunConfig) -> str:
 def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
     """Loads the graph, trains, and returns the result. Collective.
 
-    Args:
-        config: The run.
-        stop: Says whether a signal asked for a checkpoint and the end.
-
-    Raises:
-        StoppedError: on every worker, after such a checkpoint.
-        UsageError: on every worker, where the settings do not fit the graph or each other.
+    ``stop`` says whether a signal asked for a checkpoint and the end: ``StoppedError`` on every
+    worker. Settings that do not fit the graph or each other are a ``UsageError`` on every worker.
     """
     try:
         trainer = _prepare(config, current(), stop)
@@ -301,9 +277,6 @@ def use_features(data: Data, *, own: bool) -> None:
     """Gives ``data.x`` the floats that the model has: float32, but for a model of one's ``own``.
 
     So ``data.edge_weight``, which a GCN takes.
-
-    Raises:
-        UsageError: When there are no features.
     """
     x, weight = data.get("x"), data.get("edge_weight")
     if not isinstance(x, Tensor) or x.dim() != 2 or not x.size(1):
@@ -361,12 +334,7 @@ def _forward(config: RunConfig, data: Data, columns: int) -> Call:
 
 
 def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
-    """Returns the metric that ``config.metric`` names, if the trainer hasn't got it.
-
-    Raises:
-        UsageError: When it is of other targets than the loss is.
-        ModuleNotFoundError: When torchmetrics is not installed.
-    """
+    """Returns the metric that ``config.metric`` names, if the trainer hasn't got it."""
     name, numbers = config.metric, config.loss in ("mse", "mae")
     if name in (None, "loss") or (name == "accuracy" and config.loss == "cross_entropy"):
         return {}
@@ -423,10 +391,8 @@ def count_classes(data: Data) -> int:
 
 
 def classes_of(highest: int, num_nodes: int) -> int:
-    """Returns the number of classes, of which ``highest`` is the highest label.
-
-    Raises:
-        UsageError: When it can't be a class: a model has parameters for each.
+    """Returns the number of classes, of which ``highest`` is the highest label; a model has
+    parameters for each.
     """
     if highest >= max(num_nodes, _FEW_CLASSES):
         raise UsageError(

@@ -58,21 +58,11 @@ _HOST = {"MKL_DISABLE_FAST_MM": "1"}  # As launch() has it for several parts in 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptConfig:
-    """How a script is run.
+    """How a script is run: the options of ``pyg-sar run``.
 
-    Attributes:
-        script: Its path.
-        arguments: What follows it.
-        parts: Parts of the graph; by default one for each worker.
-        memory: By how many bytes each worker process may grow after its start.
-        store: Folder where parts wait.
-        cache: Folder of partitions; by default in the user's cache.
-        node_ids: Attributes that hold node ids, or don't.
-        levels: What rows of attributes are, where names don't tell.
-        backend: As for :func:`pyg_sar.init`.
-        timeout: Seconds that one operation between workers may take.
-        float64: The default dtype is float64, and datasets give that for float32.
-        folder: Where workers leave the tracebacks of their failures, if the parent shows them.
+    ``cache`` is by default in the user's cache. With ``float64`` that is the default dtype, and
+    datasets give it for float32. Workers leave the tracebacks of their failures in ``folder``, if
+    the parent shows them.
     """
 
     script: str
@@ -93,16 +83,7 @@ class ScriptConfig:
 
 
 def run_script(config: ScriptConfig, workers: int) -> int:
-    """Runs a script on workers of this machine, and returns its exit code.
-
-    Args:
-        config: How.
-        workers: How many.
-
-    Raises:
-        ValueError: Arguments that make no sense.
-        WorkerError: A worker was lost.
-    """
+    """Runs a script on so many workers of this machine, and returns its exit code."""
     env = {_HASHES: os.environ.get(_HASHES, "0")}
     if hosts_parts(config):
         env |= {name: os.environ.get(name, value) for name, value in _HOST.items()}
@@ -390,12 +371,7 @@ def add_run(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Runs ``pyg-sar run``, and returns the script's exit code.
-
-    Raises:
-        ValueError: Options that make no sense.
-        FileNotFoundError: There is no such script.
-    """
+    """Runs ``pyg-sar run``, and returns the script's exit code."""
     if not Path(arguments.script).is_file():
         raise FileNotFoundError(2, "No such file", arguments.script)
     store = arguments.store

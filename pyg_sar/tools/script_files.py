@@ -44,12 +44,7 @@ class PrivateFiles:
         self._made.close()
 
     def place(self, path: Any, writes: bool = False) -> Any:
-        """Returns where a file is for this rank: ``path`` itself unless this rank writes it.
-
-        Raises:
-            FileNotFoundError: This rank has removed it.
-            OSError: It was appended to, so that this rank has only its end.
-        """
+        """Returns where a file is for this rank: ``path`` itself unless this rank writes it."""
         if not isinstance(path, str | bytes | os.PathLike):
             return path  # a descriptor, or an open file
         name = _absolute(path)
@@ -184,11 +179,8 @@ class NoInput(io.TextIOBase):
 
 
 class Output:
-    """Standard output or error of a process whose ranks may differ: what rank 0 writes is seen.
-
-    Args:
-        stream: The process's own.
-        is_first: Returns whether rank 0 writes.
+    """Standard output or error of a process whose ranks may differ: what rank 0 writes
+    (``is_first()``) goes to the process's own ``stream``.
     """
 
     def __init__(self, stream: Any, is_first: Callable[[], bool]) -> None:

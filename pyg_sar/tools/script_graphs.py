@@ -60,13 +60,9 @@ Graph: TypeAlias = Data | HeteroData
 
 @dataclass
 class Graphs:
-    """The graphs of a script at one rank.
+    """The graphs of a script at one rank, whose partitions are in the folder ``cache``.
 
-    Args:
-        together: The workers.
-        cache: Folder of partitions that stay.
-        node_ids: Names of attributes that hold node ids, for ``write_partitions``.
-        levels: What rows of attributes are, for ``write_partitions``.
+    ``node_ids`` and ``levels`` are those of ``write_partitions``.
     """
 
     together: Together
@@ -85,17 +81,11 @@ class Graphs:
             self.temporary.close()
 
     def share(self, make: Any, name: str, dataset: Any = None) -> Any:
-        """Returns a graph that rank 0 makes, distributed: this worker's part. Collective.
+        """Returns the graph, or the tuple or list of graphs, that ``make()`` gives at rank 0,
+        distributed.
 
-        Args:
-            make: Returns a ``Data`` or ``HeteroData``, or a tuple or list of them; called at rank
-                0 alone.
-            name: What it is of, for errors.
-            dataset: Whose graph it is, if of one. PyG may give the same tensors each time, with all
-                that was written into them; here they are others.
-
-        Raises:
-            DistributedIndexError: The script has changed what the dataset gave before.
+        Collective. PyG's ``dataset`` may give the same tensors each time, with all that was written
+        into them; here they are others, so a script that has written into them is refused.
         """
         if dataset is not None:
             self.check_unchanged(dataset, name)
@@ -255,12 +245,7 @@ def is_distributed(value: Any) -> bool:
 def gathered(data: Any, keep: bool) -> Graph | None:
     """Returns the whole graph of a distributed one as a plain ``Data``. Collective.
 
-    Args:
-        data: The distributed graph.
-        keep: Whether this worker is to have it.
-
-    Returns:
-        ``None`` where ``keep`` is false.
+    ``None`` where ``keep`` is false: this worker is not to have it.
     """
     plain: Graph = HeteroData() if isinstance(data, HeteroData) else Data()
     for store, target in zip(data.stores, _empty_stores(plain, data), strict=True):
@@ -348,9 +333,7 @@ def _owners(count: int, n_ids: list[Tensor]) -> Tensor:
 def _owners_there(root: Path, owners: Owners | None) -> tuple[Owners | None, str]:
     """Returns the owners of a partition's nodes; ``None`` and why where there is no whole one.
 
-    Args:
-        root: The partition.
-        owners: They, where they are known. Then the parts are not looked at.
+    Where ``owners`` are known, the parts are not looked at.
     """
     try:
         if owners is None:

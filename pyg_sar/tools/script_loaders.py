@@ -29,11 +29,7 @@ _SAMPLER = ("num_neighbors", "replace", "subgraph_type", "disjoint")
 
 
 def divided(batch: Any, graphs: Graphs) -> Any:
-    """Returns a batch of many graphs as this worker's part of it. Collective.
-
-    Raises:
-        DistributedIndexError: It has graphs that are distributed already, or can't be.
-    """
+    """Returns a batch of many graphs as this worker's part of it. Collective."""
     if not isinstance(batch, Data | HeteroData):
         return batch
     if is_distributed(batch):
@@ -51,11 +47,7 @@ def divided(batch: Any, graphs: Graphs) -> Any:
 def in_place_here(make: Callable[..., Any], loader: Any, args: Any, kwargs: Any) -> Any:
     """Returns the arguments of a loader that runs on workers; ``None`` of others.
 
-    Args:
-        make: The loader's ``__init__``.
-        loader: The loader.
-        args: What it is made with.
-        kwargs: The same by name.
+    ``make`` is the loader's ``__init__``, called with ``args`` and ``kwargs``.
     """
     given = dict(inspect.signature(make).bind(loader, *args, **kwargs).arguments)
     given |= given.pop("kwargs", {})

@@ -40,11 +40,7 @@ PLAIN = "_pyg_sar_plain"
 
 
 class Models:
-    """The models of a script at one rank.
-
-    Args:
-        together: The workers.
-    """
+    """The models of a script at one rank."""
 
     def __init__(self, together: Together) -> None:
         self.together = together
@@ -104,10 +100,8 @@ class Models:
             module.reset_parameters()  # type: ignore[operator]
 
     def optimize(self, params: Any) -> list[Any]:
-        """Distributes the models whose parameters an optimizer gets.
-
-        Returns:
-            The parameters, or groups of them, as they are now.
+        """Distributes the models whose parameters an optimizer gets; returns the parameters, or
+        groups of them, as they are now.
         """
         groups = [_listed(group) for group in params]
         wanted = {id(p) for p in _parameters(groups)}
@@ -158,9 +152,7 @@ class Models:
     def prepare(self, root: Module, call: tuple[Any, Any] | None) -> None:
         """Distributes a model, unless it is already.
 
-        Args:
-            root: The model.
-            call: The arguments that it is called with, by which lazy layers get their widths.
+        ``call`` has the arguments that it is called with, by which lazy layers get their widths.
         """
         if all(map(self.is_ready, root.modules())):
             return

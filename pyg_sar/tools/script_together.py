@@ -15,11 +15,7 @@ from pyg_sar.partition.global_view import STATES, random_digest, share_random_st
 
 
 class Together:
-    """The workers of one script. Its methods are collective.
-
-    Args:
-        comm: The workers.
-    """
+    """The workers of one script. Its methods are collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -31,16 +27,10 @@ class Together:
     # One for all -------------------------------------------------------------
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """Returns what ``work()`` returns at rank 0, where alone it runs.
+        """Returns what ``work()`` returns at rank 0, where alone it runs: what has a JSON form.
 
-        The others wait. Afterwards the random states of all are those of rank 0.
-
-        Args:
-            work: Returns what has a JSON form.
-
-        Raises:
-            Exception: At every rank, what ``work`` raised; of types that are not Python's own
-                the others raise a ``RuntimeError``.
+        The others wait. Afterwards the random states of all are those of rank 0. An error is raised
+        at every rank; where its type is not Python's own, the others raise a ``RuntimeError``.
         """
         failure: Exception | None = None
         outcome: list[Any] = []
@@ -104,11 +94,7 @@ class Together:
             self.check_states(f"call {self._calls} of a model")
 
     def check_states(self, where: str) -> None:
-        """Checks that all workers have drawn the same random numbers.
-
-        Raises:
-            PygSarError: They have not; names the ranks.
-        """
+        """Checks that all workers have drawn the same random numbers; an error names the ranks."""
         everyone = self.comm.all_gather_object(self.states(), label=STATES)
         other = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
         if other:

@@ -99,17 +99,10 @@ def _hosts_parts(root: str, hosting: dict[str, Any]) -> bool:
 
 
 def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
-    """Returns what a file of options says, as the command line would.
+    """Returns what a file of options of ``command`` says, as the command line would.
 
-    Args:
-        command: The command whose options they are.
-        path: A ``.json`` file, or a ``.yaml`` or ``.yml`` one: one mapping from names of options
-            (``weight_decay`` or ``weight-decay``) to values; ``true`` gives a switch, ``null`` and
-            ``false`` leave one out.
-
-    Raises:
-        ImportError: For YAML without PyYAML, which this package does not bring.
-        ValueError: When it is no such mapping, or names what is no option, or one twice.
+    It is ``.json``, ``.yaml`` or ``.yml``: one mapping from names of options (``weight_decay`` or
+    ``weight-decay``) to values; ``true`` gives a switch, ``null`` and ``false`` leave one out.
     """
     names = {
         option.removeprefix("--").replace("-", "_"): action
@@ -181,10 +174,8 @@ def _check_once(names: Iterable[str]) -> None:
 
 
 def node_ids_of(text: str) -> dict[str, bool]:
-    """Returns what ``'roots,cluster_idx=no'`` says of attributes, as ``write_partitions`` takes it.
-
-    Raises:
-        argparse.ArgumentTypeError: It says something else.
+    """Returns what ``'roots,cluster_idx=no'`` says of attributes, as ``write_partitions`` takes
+    it.
     """
     found = {}
     for name in names_in(text):
@@ -196,11 +187,7 @@ def node_ids_of(text: str) -> dict[str, bool]:
 
 
 def levels_in(text: str) -> dict[str, str]:
-    """Returns what ``'weight=edge,degree=node'`` says, as ``write_partitions`` takes it.
-
-    Raises:
-        argparse.ArgumentTypeError: It says something else.
-    """
+    """Returns what ``'weight=edge,degree=node'`` says, as ``write_partitions`` takes it."""
     pairs = [name.partition("=") for name in names_in(text)]
     if not all(name and equals and level in LEVELS for name, equals, level in pairs):
         raise argparse.ArgumentTypeError(
@@ -210,11 +197,7 @@ def levels_in(text: str) -> dict[str, str]:
 
 
 def was_launched(workers: int | None) -> bool:
-    """Returns whether a launcher (torchrun, ``srun``, ``mpirun``) has started this worker.
-
-    Raises:
-        ValueError: It has, and ``--workers`` is given too.
-    """
+    """Returns whether a launcher (torchrun, ``srun``, ``mpirun``) has started this worker."""
     launcher = find_launcher()
     if launcher is not None and workers is not None:
         raise ValueError(

@@ -35,15 +35,8 @@ _ROWS = 2**16  # of a piece of a table
 def read_tables(nodes: Path | None, edges: Path | None, *, alone: bool = False) -> dict[str, Any]:
     """Returns what a table of nodes and a table of edges hold, by attribute.
 
-    Args:
-        nodes: The table of nodes, if there is one.
-        edges: The table of edges, if there is one.
-        alone: Nothing besides tells the number of nodes: without a table of nodes they are those
-            that the edges name.
-
-    Raises:
-        ValueError: When a table is not what it should be: names the file and the column.
-        ImportError: When pyarrow is missing.
+    With ``alone`` nothing besides tells the number of nodes: without a table of nodes they are
+    those that the edges name.
     """
     found: dict[str, Any] = {}
     ids = NodeIds("", complete=alone)
@@ -88,9 +81,8 @@ class Table:
 class NodeIds:
     """The ids of nodes in the user's tables, and the numbers of these nodes.
 
-    Args:
-        source: The table of nodes, as errors name it; empty: there is none.
-        complete: The nodes are those that edges name: text is numbered as it comes.
+    ``source`` is the table of nodes, as errors name it; empty: there is none. ``complete``: the
+    nodes are those that edges name, so text is numbered as it comes.
     """
 
     def __init__(self, source: str, *, complete: bool = False) -> None:
@@ -233,11 +225,7 @@ def _check_names(table: Table, names: list[str]) -> None:
 
 
 def arrow(path: Path) -> tuple[Any, Any, Any]:
-    """Returns the modules ``pyarrow``, ``pyarrow.csv`` and ``pyarrow.parquet``, for a table.
-
-    Raises:
-        ImportError: When pyarrow is missing.
-    """
+    """Returns the modules ``pyarrow``, ``pyarrow.csv`` and ``pyarrow.parquet``, for a table."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import csv, parquet

@@ -207,15 +207,8 @@ def sample_nodes(
 ) -> Data:
     """Returns the subgraph of at most ``max_nodes`` nodes: a few random ones, grown along edges.
 
-    Args:
-        data: A graph.
-        max_nodes: How many nodes to keep.
-        seed: Of the draw.
-        node_ids: See :func:`pyg_sar.write_partitions`; lists of node ids keep their kept nodes.
-        levels: See there.
-
-    Returns:
-        ``data`` itself where it is small enough.
+    Lists of node ids (``node_ids``, ``levels``: as of :func:`pyg_sar.write_partitions`) keep their
+    kept nodes. ``data`` itself where it is small enough.
     """
     nodes = data.num_nodes
     if nodes is None or nodes <= max_nodes:

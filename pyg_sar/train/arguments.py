@@ -45,16 +45,7 @@ _OPTIONAL: dict[str, tuple[Any, str]] = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raises where an argument of a ``Trainer`` can't be meant.
-
-    Args:
-        given: The arguments by name.
-
-    Raises:
-        TypeError: For another type: names the argument.
-        ValueError: For splits of other names; an optimizer that has none of the model's parameters;
-            a ``flow`` that is no message flow graph.
-    """
+    """Raises where an argument of a ``Trainer`` can't be meant; errors name it."""
     for name, (kind, wanted) in _NEEDED.items():
         check_type(name, given[name], kind, wanted)
     for name, (kind, wanted) in _OPTIONAL.items():
@@ -77,12 +68,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def as_list(name: str, graphs: Any) -> list[Any]:
-    """Returns a graph, or several, as a list.
-
-    Raises:
-        TypeError: One of them is no graph.
-        ValueError: There is none.
-    """
+    """Returns a graph, or several, as a list."""
     found = list(graphs) if isinstance(graphs, list | tuple) else [graphs]
     for k, graph in enumerate(found):
         check_type(f"{name}[{k}]" if len(found) > 1 else name, graph, BaseData, "a Data")
@@ -116,10 +102,8 @@ def make_schedulers(
 ) -> list[LRScheduler]:
     """Returns the schedulers that the settings name; all of them make a step after each epoch.
 
-    Args:
-        config: The settings.
-        optimizer: The learning rates of its groups are the first ones.
-        higher_is_better: Of the validation value that a plateau looks at.
+    The learning rates of the optimizer's groups are the first ones. ``higher_is_better`` is of the
+    validation value that a plateau looks at.
     """
     schedulers: list[LRScheduler] = []
     floors = [group["lr"] * _FLOOR for group in optimizer.param_groups]
@@ -149,12 +133,10 @@ def make_schedulers(
 def check_scheduler(
     scheduler: Any, config: TrainConfig, optimizer: torch.optim.Optimizer, higher_is_better: bool
 ) -> LRScheduler:
-    """Returns a scheduler that the user gave.
+    """Returns a scheduler that the user gave, or makes it by the function that was given.
 
-    Raises:
-        TypeError: When it is no scheduler of ``torch.optim.lr_scheduler``.
-        ValueError: When it is another optimizer's, ``config`` names one as well, or it waits for
-            values to fall where higher ones are better.
+    One of another optimizer is refused, one besides those that ``config`` names, and one that waits
+    for values to fall where higher ones are better.
     """
     if callable(scheduler) and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(optimizer)

@@ -31,11 +31,8 @@ LONG_EPOCH = 15.0
 
 
 class _Ticking:
-    """Calls a function with the seconds of the epoch so far, on a thread, while an epoch is long.
-
-    Args:
-        every: Seconds between calls.
-        tell: What is called.
+    """Calls ``tell`` with the seconds of a long epoch so far, each ``every`` seconds, on a
+    thread.
     """
 
     def __init__(self, every: float, tell: Callable[[float], object]) -> None:

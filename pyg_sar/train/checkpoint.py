@@ -192,9 +192,7 @@ def inspect_checkpoint(
 ) -> Checkpoint:
     """Returns a checkpoint without its tensors; all workers call it, and check the file.
 
-    Raises:
-        CheckpointError: on every worker, when the file is missing, truncated, altered, newer, or
-            not the same file for all.
+    Errors are those of :func:`load_checkpoint`.
     """
     check_path("checkpoint", path)
     comm = comm or current()
@@ -248,10 +246,9 @@ def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: s
 
 
 def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
-    """Returns every worker's generator states, ``{kind: [R * world_size, *]}``.
+    """Returns every worker's generator states, ``{kind: [R * world_size, *]}``, R replicas in turn.
 
-    Those of R replicas, one after the other: PyTorch's, by the type of device, as bytes; NumPy's
-    and Python's are of the kind ``others``.
+    PyTorch's, by the type of device, as bytes; NumPy's and Python's are of the kind ``others``.
     """
     states = dict(zip(("cpu", "cuda"), random_states(comm.device), strict=False))
     states["others"] = other_states()

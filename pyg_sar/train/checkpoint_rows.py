@@ -18,12 +18,8 @@ Tensors = dict[str, Tensor]
 def gather_rows(tensors: Tensors, comm: Communicator) -> Tensors:
     """Returns tensors with all workers' rows of node tensors: on rank 0. Collective.
 
-    Args:
-        tensors: What is saved, by its name in the file, alike on all workers.
-        comm: The workers.
-
-    Raises:
-        ValueError: On every worker, where one has other tensors, or of other shapes, than rank 0.
+    Raises ``ValueError`` on every worker where one has other tensors, or of other shapes, than rank
+    0.
     """
     everyone = comm.all_gather_object({name: list(t.shape) for name, t in tensors.items()})
     first = everyone[0]
@@ -51,11 +47,8 @@ def gather_rows(tensors: Tensors, comm: Communicator) -> Tensors:
 def cut_rows(
     tensors: Tensors, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Replaces a file's tensors by this worker's rows, where it has a node tensor. In place.
-
-    Args:
-        tensors: The file's content by name.
-        model, optimizer: Which will take them.
+    """Replaces a file's tensors by this worker's rows, where the model or optimizer that will take
+    them has node tensors. In place.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]

@@ -31,12 +31,7 @@ dictionary of numbers."""
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Returns the metrics by name, of objects a copy: parts of one process would share them.
-
-    Raises:
-        TypeError: When one is neither a function nor an object as torchmetrics has them.
-        ValueError: For the name ``'loss'``, which is taken.
-    """
+    """Returns the metrics by name, of objects a copy: parts of one process would share them."""
     for name, metric in (metrics or {}).items():
         if name == "loss":
             raise ValueError("'loss' is the name of the loss: give the metric another one")
@@ -58,19 +53,10 @@ def _accumulates(metric: Metric) -> bool:
 
 
 def score(metrics: Mapping[str, Metric], pred: Tensor, target: Tensor) -> dict[str, float | None]:
-    """Returns the metrics of some rows.
+    """Returns the metrics of predictions ``[n, *]`` and their targets: numbers by name.
 
-    Args:
-        metrics: By name.
-        pred: Rows of the model's output, ``[n, *]``.
-        target: Their targets.
-
-    Returns:
-        Numbers by name; of a metric that gives several ``name_key``. ``None`` where there is no
-        row, or the number is not finite.
-
-    Raises:
-        ValueError: When a metric gives no number.
+    Of a metric that gives several they are named ``name_key``. ``None`` where there is no row, or
+    the number is not finite.
     """
     found: dict[str, float | None] = {}
     for name, metric in metrics.items():
@@ -138,23 +124,15 @@ class Evaluation:
     Args:
         data: The graphs to train on.
         others: Other graphs for ``'val'`` and ``'test'``.
-        target: The attribute that holds the targets.
-        splits: The mask or list of rows of each split.
-        column: Which split of two-dimensional masks.
-        objective: The loss.
-        metrics: Metrics by name.
-        comm: The workers.
+        target, splits, column: As of :func:`~pyg_sar.train.targets.find_targets`.
+        objective, metrics, comm: The loss, metrics by name, the workers.
 
     Attributes:
-        graphs: The first ones are those to train on.
-        targets: The targets of the first one.
+        graphs: The first ones are those to train on; ``targets`` are those of the first one.
         counts: Rows of targets, then those of each split, of each part; they tell partitions
             apart.
         totals: Rows of each split, of all replicas.
         classifies: Is true where targets are classes.
-
-    Raises:
-        ValueError: For missing or ill-shaped targets or masks, or when there is no training row.
     """
 
     def __init__(
@@ -193,11 +171,7 @@ class Evaluation:
         self.counts: list[list[int]] = comm.all_gather_object(own[: -len(SPLITS)])
 
     def monitored(self, config: TrainConfig) -> tuple[str, bool]:
-        """Returns the name of the validation value, and whether higher ones are better.
-
-        Raises:
-            ValueError: When there is no such value.
-        """
+        """Returns the name of the validation value, and whether higher ones are better."""
         known = ["loss", *(["accuracy"] if self.classifies else []), *self.metrics]
         name = config.monitor or ("accuracy" if "accuracy" in known else "loss")
         metric = self.metrics.get(name)
@@ -233,9 +207,8 @@ class Evaluation:
     def scores(self, forward: Forward, model: nn.Module) -> Scores:
         """Returns loss and metrics of each split, the same on every worker. Collective.
 
-        Raises:
-            ValueError: On every worker, when a metric gives no number, or the loss or a metric
-                another one on some workers.
+        Where a loss or a metric is another number on some workers, all of them raise
+        ``ValueError``.
         """
         found: Scores = {}
         measured: Scores = {}

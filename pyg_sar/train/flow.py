@@ -50,14 +50,9 @@ def trimming(model: nn.Module, data: Data) -> dict[str, Any]:
 
 
 def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
-    """Raises where a message flow graph is known to change a model's training.
+    """Raises ``ValueError`` where a message flow graph is known to change a module's training.
 
-    Args:
-        model: The model.
-        sampled: Statistics of batches are asked for.
-
-    Raises:
-        ValueError: Naming the module.
+    With ``sampled`` statistics of batches are asked for.
     """
     for name, module in model.named_modules():
         reason = ""
@@ -152,13 +147,7 @@ def _away_from_zero(model: nn.Module) -> Iterator[None]:
 def training_seeds(flow: Data, targets: Targets, target: str) -> Tensor:
     """Returns which seeds of a message flow graph are training nodes, bool ``[batch_size]``.
 
-    Args:
-        flow: The message flow graph.
-        targets: The targets of the graph that it was made of.
-        target: The attribute that holds them.
-
-    Raises:
-        ValueError: When some training nodes are no seeds.
+    ``targets`` are those of the graph that it was made of. All training nodes must be seeds.
     """
     if target not in flow or "edge" in target or flow[target].size(0) != flow.num_nodes:
         raise ValueError(f"A message flow graph is for targets of nodes (data.{target} is not)")
@@ -173,10 +162,7 @@ def training_seeds(flow: Data, targets: Targets, target: str) -> Tensor:
 def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
     """Returns the message flow graph where it has less than 3/4 of the rows and edges. Collective.
 
-    Args:
-        data: The graph.
-        seeds: Its training nodes: a mask, or ids.
-        num_layers: The model's layers.
+    ``seeds`` are the training nodes, a mask or ids.
     """
     flow = message_flow_graphs(data, seeds, num_layers)
     nodes, edges = flow.num_sampled_nodes, flow.num_sampled_edges
@@ -219,13 +205,10 @@ class NeighborSampling:
             )
 
     def batches(self, data: Data, mask: Tensor, seed: int, epoch: int) -> Iterator[Data]:
-        """Yields the graphs of an epoch. Collective.
+        """Yields the graphs of an epoch, of the training nodes in ``mask``, bool ``[num_nodes]``.
+        Collective.
 
-        Args:
-            data: The graph.
-            mask: Its training nodes, bool ``[num_nodes]``.
-            seed: Of all draws.
-            epoch: The epoch.
+        All draws are functions of the seed and the epoch.
         """
         nodes = distributed_edges(data).targets
         comm, own = nodes.comm, rows_at(mask, nodes, 0)

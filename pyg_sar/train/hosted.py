@@ -45,11 +45,7 @@ def moved(comm: Communicator) -> list[float]:
 
 
 class HostedRun:
-    """Counts what hosted parts do from now on.
-
-    Args:
-        comm: The communicator of a part.
-    """
+    """Counts what the parts that a process hosts do from now on."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm, self._before = comm, moved(comm)

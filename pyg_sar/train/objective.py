@@ -21,19 +21,13 @@ _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 class Objective:
     """A loss of predictions and targets, which are tensors of the whole graph.
 
-    Args:
-        loss: ``None`` for cross entropy; a loss of ``torch.nn`` or ``torch.nn.functional``, also as
-            a ``functools.partial``; or a function that returns one number.
-        label_smoothing: Of the default.
+    ``loss`` is ``None`` for cross entropy (with ``label_smoothing``); a loss of ``torch.nn`` or
+    ``torch.nn.functional``, also as a ``functools.partial``; or a function that returns one number.
 
     Attributes:
         default: Is true for cross entropy that nobody asked for.
         name: Tells the loss from others.
         of_classes: Is true where labels are classes: cross entropy and ``nll_loss``.
-
-    Raises:
-        TypeError: When ``loss`` is no function.
-        ValueError: For ``label_smoothing`` with another loss than the default.
     """
 
     def __init__(self, loss: Any = None, label_smoothing: float = 0.0) -> None:
@@ -57,15 +51,10 @@ class Objective:
         self._call: Loss = loss
 
     def __call__(self, pred: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss, with its gradient.
+        """Returns the loss of the model's rows ``[n, *]``, with its gradient.
 
-        Args:
-            pred: The model's rows, ``[n, *]``.
-            target: Their targets, ``[n, *]``.
-
-        Raises:
-            ValueError: When the loss gives no number, or a loss of PyTorch's would compare each of
-                the rows with every other one.
+        Losses that give no number, and those of PyTorch's that would compare each of the rows with
+        every other one, are refused.
         """
         if (
             self._by_row

@@ -72,18 +72,10 @@ def check_same_run(
     *,
     allow_changes: bool,
 ) -> None:
-    """Compares the settings of a trainer with those that a checkpoint was saved with.
+    """Compares a trainer's settings ``now`` with those that the checkpoint ``name`` was saved with.
 
-    Args:
-        name: The file.
-        saved: Its content.
-        now: The trainer's settings, as values of JSON.
-        start: What this run starts with (:func:`start_of`).
-        allow_changes: Go on with others.
-
-    Raises:
-        CheckpointError: For a file of something else, other settings, or other weights than those
-            of the last epoch.
+    ``start`` is what this run starts with (:func:`start_of`). Refused are a file of something else,
+    other settings, and other weights than those of the last epoch.
     """
     state = saved.state
     if "counts" not in state or "config" not in state:
@@ -148,19 +140,13 @@ def check_same_graph(
     evaluated: Mapping[str, Any] | None,
     allow_changes: bool,
 ) -> None:
-    """Compares the graphs of a trainer with those of a checkpoint.
+    """Compares the graphs of a trainer with those of the checkpoint ``name``.
 
     Args:
-        name: The file.
-        saved: Its content.
-        graph: The digest of this run's graph, if there is one.
+        graph, evaluated: The digests of this run's graph, and of those that are only evaluated.
         counts: Rows of targets of each worker, then those of each split.
-        evaluated: The digest of the graphs that are only evaluated, if there is one.
         allow_changes: Go on with another number of parts where nothing tells the graphs apart, or
             with other graphs that are only evaluated.
-
-    Raises:
-        CheckpointError: For another graph, and for rows of nodes that can't be found in it.
     """
     before, old, size = saved.state.get("graph"), saved.state["counts"], len(counts)
     same_size = saved.world_size == size
@@ -214,12 +200,9 @@ def resume_schedulers(
     begins, with the options of this run.
 
     Args:
-        schedulers: This run's.
-        optimizer: With the options of the checkpoint.
-        options: Of each group in this run.
+        optimizer: With the options of the checkpoint; this run's are ``options``, of each group.
         start: What this run starts with (:func:`start_of`).
-        state: The checkpoint's.
-        now: This run's settings.
+        state, now: The checkpoint's state, and this run's settings.
     """
     keys = [*_OF_SCHEDULE, *(["epochs"] if now["schedule"] == "cosine" else [])]
     before = state["config"]
@@ -289,18 +272,13 @@ def digest_of_all(graphs: Sequence[Graph], comm: Communicator) -> dict[str, Any]
 def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, Any] | None:
     """Returns the sizes of a graph and digests of its nodes and edges. Collective.
 
-    Features are not looked at, nor are attributes of edges.
-
-    Args:
-        data: The graph.
-        targets: Its targets, of nodes or of something else.
-        comm: The workers.
+    Features are not looked at, nor are attributes of edges. ``None`` where there is no
+    ``edge_index`` between nodes of one type.
 
     Returns:
         ``nodes`` and ``edges``, how many there are; ``node_digest`` of ids, targets and splits;
         ``edge_digest`` of the pairs of ids; ``owners``, a digest of the ids of each worker. The
-        same on all workers, and but for ``owners`` under all partitions. ``None`` where there is
-        no ``edge_index`` between nodes of one type.
+        same on all workers, and but for ``owners`` under all partitions.
     """
     edges = data.get("edge_index") if isinstance(data, Data) else None
     if not isinstance(edges, Tensor) or edges.layout != torch.strided or edges.dim() != 2:

@@ -58,8 +58,9 @@ def find_targets(
 ) -> Targets:
     """Finds the targets in a graph's data, and the rows of each split.
 
+    Targets that are missing, have another shape or type, or hold NaN, are refused.
+
     Args:
-        data: The graph.
         name: The attribute that holds the targets.
         splits: The attribute of each split: a mask, bool ``[n]`` or ``[n, num_splits]``, or a list
             of rows, int64 ``[K]``. By default ``train_mask``, ``val_mask`` and ``test_mask`` for
@@ -68,10 +69,6 @@ def find_targets(
         of_classes: Integer targets are classes, -1 where there is none.
         probabilities: Targets may also be floating point: probabilities of the classes.
         whole: The split that all rows belong to, in place of ``splits``.
-
-    Raises:
-        ValueError: When targets or the training rows are missing, have another shape or type, or
-            hold NaN.
     """
     values = data.get(name)
     if not isinstance(values, Tensor) or values.dim() == 0:
@@ -113,11 +110,7 @@ def _rows(values: Tensor, value: bool) -> Tensor:
 
 
 def node_labels(data: Data, name: str = "y") -> Tensor:
-    """Returns ``data.y`` as int64 ``[num_nodes]``.
-
-    Raises:
-        ValueError: When it is missing or does not hold one class per node.
-    """
+    """Returns ``data.y`` as int64 ``[num_nodes]``."""
     labels = data.get(name)
     if not isinstance(labels, Tensor):
         raise _missing(name, labels)
@@ -272,15 +265,9 @@ def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor
 
 
 class LabelSplit:
-    """The split of training nodes into inputs and targets, step by step.
+    """The split of training nodes, bool ``[num_nodes]``, into inputs and targets, step by step.
 
-    Args:
-        ratio: The share of training nodes that show their labels in a step, in ``[0, 1)``.
-        seed: Of all draws.
-        mask: The training nodes, bool ``[num_nodes]``, which all show theirs in evaluations.
-
-    Raises:
-        ValueError: When the ratio is out of range.
+    ``ratio`` is the share that show their labels in a step, in ``[0, 1)``; in evaluations all do.
     """
 
     def __init__(self, ratio: float, seed: int, mask: Tensor) -> None:
