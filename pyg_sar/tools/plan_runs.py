@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,40 +146,26 @@ def _rows(shapes: Sequence[PartShape]) -> int:
     return sum(shape.nodes + sum(shape.halo) + sum(shape.edges) // 8 for shape in shapes)
 
 
-class Training:
-    """A training of this worker's part of a sample; ``watch`` is entered for the first two
-    steps.
-    """
+def _begin_training(root: str, model: Any, policy: SARPolicy, call: Call) -> Callable[[], None]:
+    """Loads this worker's part of a sample and makes two steps; returns what makes another one."""
+    data = load_partition(root)
+    torch.manual_seed(0)
+    own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(data)
+    own = distribute(own, policy)
+    step = partial(train_step, own, data, torch.optim.Adam(own.parameters()), call)
+    step()
+    step()
+    return step
 
-    def __init__(
-        self,
-        root: str,
-        model: Any,
-        policy: SARPolicy,
-        call: Call,
-        watch: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        with watch or nullcontext():
-            self._data, self._call = load_partition(root), call
-            torch.manual_seed(0)
-            own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(self._data)
-            self._model = distribute(own, policy)
-            self._optimizer = torch.optim.Adam(self._model.parameters())
-            for _ in range(2):
-                self.step()
 
-    def step(self) -> None:
-        """Makes a step."""
-        train_step(self._model, self._data, self._optimizer, self._call)
-
-    def seconds(self) -> float:
-        """Returns the processor's time of the fastest of some steps, of this thread."""
-        times = []
-        for _ in range(STEPS):
-            start = time.thread_time()
-            self.step()
-            times.append(time.thread_time() - start)
-        return min(times)
+def _fastest(step: Callable[[], None]) -> float:
+    """Returns the processor's time of the fastest of some steps, of this thread."""
+    times = []
+    for _ in range(STEPS):
+        start = time.thread_time()
+        step()
+        times.append(time.thread_time() - start)
+    return min(times)
 
 
 def _scale(size: float) -> None:
@@ -201,13 +187,14 @@ def try_part(
     found = []
     for policy in policies:
         live = LiveBytes()
-        training = Training(root, model, policy, call, live)
-        seconds = training.seconds()
+        with live:
+            step = _begin_training(root, model, policy, call)
+        seconds = _fastest(step)
         with Ledger(group.current()) as ledger, Work() as work:
-            training.step()
+            step()
         sent = {peer: ways["out"] for peer, ways in ledger.by_peer().items() if "out" in ways}
         found.append(Run(live.peak, live.log, sent, seconds, work))
-        del training
+        del step
     return found
 
 
@@ -224,9 +211,9 @@ def _try_stored(
     _scale(size)
     host: Any = group.current().host
     host.store.fix(budgets[host.outer.rank], cache)
-    training = Training(root, model, policy, call)
+    step = _begin_training(root, model, policy, call)
     before = host.store.counters()
-    seconds = training.seconds()
+    seconds = _fastest(step)
     after = host.store.counters()
     moved = (
         (after[name] - before[name]) / STEPS

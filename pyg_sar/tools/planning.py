@@ -18,7 +18,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -175,7 +176,8 @@ def plan(
     machine = Machine(limit, place, bandwidth, hosts, rates, disk)
     forecasts = []
     if graph is not None and parts is None:
-        forecasts, roots = _estimates(graph, model, policies, machine, call), []
+        partitions, roots = estimated_partitions(graph, MOST_ESTIMATED), []
+        forecasts = _published(partitions, model, policies, machine, call, estimated=True)
     for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
         with _partitioned(graph, root) as partition:
             named = str(root) if graph is not None else None
@@ -196,27 +198,29 @@ def _check_one_graph(roots: Sequence[Partition]) -> None:
         raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
 
 
-def _estimates(
-    data: Data,
+def _published(
+    partitions: Sequence[PublishedPartition],
     model: Any,
     policies: dict[int, SARPolicy],
     machine: Machine,
     call: Callable[..., Tensor],
+    estimated: bool,
 ) -> list[Forecast]:
-    """Returns those of 2, 4, 8, ... parts of a graph, of which all samples are tried at once."""
-    tried = [(one, mode) for one in estimated_partitions(data, MOST_ESTIMATED) for mode in policies]
+    """Returns those of partitions that are not there, of which all samples are tried at once."""
+    tried = [(one, mode) for one in partitions for mode in policies]
     most = max(one.tried for one, _ in tried)
+    rows = ROWS if estimated else plan_runs.ROWS
     with ExitStack() as stack:
         samples = [
             stack.enter_context(
-                Samples(one, _padded(one.shapes(mode), most), model, [policies[mode]], call, ROWS)
+                Samples(one, _padded(one.shapes(mode), most), model, [policies[mode]], call, rows)
             )
             for one, mode in tried
         ]
         runs = plan_runs.apart(samples)
     return [
         Forecast(
-            parts=f"{one.parts} estimated",
+            parts=f"{one.parts} estimated" if estimated else "published",
             workers=one.parts,
             mode=mode,
             **machine.published(found, one, mode),
@@ -246,14 +250,8 @@ def _forecasts(
     call: Callable[..., Tensor],
 ) -> list[Forecast]:
     """Returns those of a partition, by number of workers and mode."""
-    forecasts = []
     if isinstance(root, PublishedPartition):
-        for mode, policy in policies.items():
-            given = root, root.shapes(mode), model, [policy], call, plan_runs.ROWS
-            with Samples(*given) as samples:
-                found = machine.published(samples.apart()[0], root, mode)
-            forecasts.append(Forecast(parts="published", workers=root.parts, mode=mode, **found))
-        return forecasts
+        return _published([root], model, policies, machine, call, estimated=False)
     folder, shapes = os.fspath(root), read_shapes(root)
     most = len(shapes)
     counts = [most] if workers is None else [count for count in workers if count <= most]
@@ -261,6 +259,7 @@ def _forecasts(
         return []
     limited = machine.store is not None and min(counts) < most
     rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if limited else 1)
+    forecasts = []
     with Samples(folder, shapes, model, list(policies.values()), call, rows) as samples:
         apart = samples.apart()
         hosted = samples.hosted() if min(counts) < most else apart
@@ -318,8 +317,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     if arguments.args:
         call = call_with(arguments.args)
     elif arguments.model in MODELS:
-        call = Stock(arguments.model)
-    options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}
+        call = partial(_call_stock, arguments.model)
+    names = ("hidden", "layers", "heads", "dropout", "norm")
+    options = {name: getattr(arguments, name) for name in names}
     data: Any
     parts = None
     if arguments.source is None and arguments.parts is None:
@@ -332,7 +332,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         data = load_graph(arguments.source, root=arguments.data_root)
         parts = [int(text) for text in arguments.parts] if arguments.parts else None
     found = plan(
-        Build(arguments.model, options | {"norm": arguments.norm}),
+        partial(_build, arguments.model, options),
         data,
         parts=parts,
         workers=arguments.workers,
@@ -371,30 +371,19 @@ def parse_rate(text: str) -> float:
     return float(found[1]) * _BITS[found[2].lower()] / 8
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
+def _build(name: str, options: dict[str, Any], data: Data) -> nn.Module:
     """Builds the model that the command line names, for a part."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, data: Data) -> nn.Module:
-        try:
-            use_features(data, own=self.name not in MODELS)
-            if self.name not in MODELS:
-                return imported_model(self.name, data)
-            config = ModelConfig(name=self.name, **self.options)
-            return config.stock(data.num_features, count_classes(data)).build()
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
+    try:
+        use_features(data, own=name not in MODELS)
+        if name not in MODELS:
+            return imported_model(name, data)
+        config = ModelConfig(name=name, **options)
+        return config.stock(data.num_features, count_classes(data)).build()
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Stock:
+def _call_stock(name: str, model: nn.Module, data: Data) -> Tensor:
     """Calls a stock model as ``pyg-sar train`` does."""
-
-    name: str
-
-    def __call__(self, model: nn.Module, data: Data) -> Tensor:
-        out: Tensor = call_of(self.name, data)(model, data)
-        return out
+    out: Tensor = call_of(name, data)(model, data)
+    return out
