@@ -103,7 +103,9 @@ def test_layout_and_statistics_by_definition(num_nodes, num_edges, num_parts, se
     owner, edges = part.tolist(), edge_index.t().tolist()
     for p in range(num_parts):
         assert layout.sources.ids(p).tolist() == [v for v in range(num_nodes) if owner[v] == p]
-        assert layout.edges(p).tolist() == [i for i, (_, t) in enumerate(edges) if owner[t] == p]
+        assert layout.edges.part(p)[2].tolist() == [
+            i for i, (_, t) in enumerate(edges) if owner[t] == p
+        ]
         halo = {(owner[s], s) for s, t in edges if owner[t] == p and owner[s] != p}
         assert layout.sources.order[layout.halos[p]].tolist() == [s for _, s in sorted(halo)]
         assert layout.halo_counts(p).tolist() == [

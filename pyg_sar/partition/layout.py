@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.partition.assignment import EdgeType
-from pyg_sar.partition.scratch import GroupedEdges, Scratch, group_by_part, offsets_of
+from pyg_sar.partition.scratch import GroupedEdges, Scratch, group_by_part
 from pyg_sar.wording import Shown, counted
 
 
@@ -56,6 +56,31 @@ class NodeOrder:
         return self.order[self.offsets[p] : self.offsets[p + 1]]
 
 
+class SortedEdges:
+    """Edges in memory, sorted by the part of their target (``owner``) and their ids.
+
+    ``counts`` are the edges of each part, ``[P]``.
+    """
+
+    def __init__(self, edge_index: Tensor, owner: Tensor, num_parts: int) -> None:
+        self._edge_index = edge_index
+        self._order, self._offsets = group_by_part(owner[edge_index[1]], num_parts)
+        self.counts = self._offsets.diff()
+
+    def _ids(self, p: int) -> Tensor:
+        return self._order[self._offsets[p] : self._offsets[p + 1]]
+
+    def part(self, p: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns sources, targets and ids of the edges of part ``p``, ids ascending."""
+        ids = self._ids(p)
+        source, target = (ends.index_select(0, ids) for ends in self._edge_index)
+        return source, target, ids
+
+    def sources(self, p: int) -> Tensor:
+        """Returns the sources of the edges of part ``p``."""
+        return self._edge_index[0].index_select(0, self._ids(p))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     r"""Edges grouped by the part of their target, and the halo of each part.
@@ -63,9 +88,7 @@ class Layout:
     Attributes:
         sources: The nodes of the sources' type.
         targets: Those of the targets' type; the same object where there is one type.
-        edge_order: Edge ids sorted by (part of the target, id), ``[E]``; or the edges in scratch
-            files, in this order.
-        edge_offsets: Where each part starts in ``edge_order``, ``[P + 1]``.
+        edges: The edges of each part, sorted by id; in scratch files, if there are such.
         halos: Per part, the ranks of the remote sources of its edges, ascending.
         halo_offsets: Where each owner starts in a part's halo, ``[P, P + 1]``.
         edge_cut: Edges between two parts.
@@ -73,8 +96,7 @@ class Layout:
 
     sources: NodeOrder
     targets: NodeOrder
-    edge_order: Tensor | GroupedEdges
-    edge_offsets: Tensor
+    edges: SortedEdges | GroupedEdges
     halos: list[Tensor]
     halo_offsets: Tensor
     edge_cut: int
@@ -83,20 +105,6 @@ class Layout:
     def num_parts(self) -> int:
         """The number of parts."""
         return self.sources.num_parts
-
-    def edges(self, p: int) -> Tensor:
-        """Returns the ids of the edges whose target is in part ``p``, ascending."""
-        if isinstance(self.edge_order, GroupedEdges):
-            return self.edge_order.ids(p)
-        return self.edge_order[self.edge_offsets[p] : self.edge_offsets[p + 1]]
-
-    def edge_rows(self, edge_index: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns sources, targets and ids of the edges whose target is in part ``p``."""
-        if isinstance(self.edge_order, GroupedEdges):
-            return self.edge_order.part(p)
-        ids = self.edges(p)
-        source, target = (ends.index_select(0, ids) for ends in edge_index)
-        return source, target, ids
 
     def halo_counts(self, p: int) -> Tensor:
         """Returns the number of halo rows of part ``p`` per owner, ``[P]``."""
@@ -129,20 +137,15 @@ def group_edges(
     """
     targets = sources if targets is None else targets
     part, num_parts = sources.part, sources.num_parts
-    edge_order: Tensor | GroupedEdges
+    edges: SortedEdges | GroupedEdges
     if scratch is None:
-        edge_order, edge_offsets = group_by_part(targets.part[edge_index[1]], num_parts)
+        edges = SortedEdges(edge_index, targets.part, num_parts)
     else:
-        edge_order = GroupedEdges(scratch, edge_index, targets.part, num_parts)
-        edge_offsets = offsets_of(edge_order.counts)
+        edges = GroupedEdges(scratch, edge_index, targets.part, num_parts)
     halos, edge_cut = [], 0
     needed = torch.zeros(part.numel(), dtype=torch.bool)
     for p in range(num_parts):
-        if isinstance(edge_order, GroupedEdges):
-            source = edge_order.sources(p)
-        else:
-            ids = edge_order[edge_offsets[p] : edge_offsets[p + 1]]
-            source = edge_index[0].index_select(0, ids)
+        source = edges.sources(p)
         remote = source[part[source] != p]
         edge_cut += remote.numel()
         ranks = sources.rank[remote]
@@ -153,8 +156,7 @@ def group_edges(
     return Layout(
         sources=sources,
         targets=targets,
-        edge_order=edge_order,
-        edge_offsets=edge_offsets,
+        edges=edges,
         halos=halos,
         halo_offsets=torch.stack([torch.searchsorted(halo, sources.offsets) for halo in halos]),
         edge_cut=edge_cut,
@@ -228,10 +230,10 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
     return PartitionStatistics(
         num_parts=layout.num_parts,
         num_nodes=layout.sources.part.numel(),
-        num_edges=int(layout.edge_offsets[-1]),
+        num_edges=int(layout.edges.counts.sum()),
         edge_cut=layout.edge_cut,
         nodes=layout.sources.counts.tolist(),
-        edges=layout.edge_offsets.diff().tolist(),
+        edges=layout.edges.counts.tolist(),
         halo=[halo.numel() for halo in layout.halos],
         training_nodes=_training(layout.sources, train_mask),
     )
@@ -350,7 +352,7 @@ def hetero_statistics(
         RelationStatistics(
             edge_type=list(edge_type),
             edge_cut=layout.edge_cut,
-            edges=layout.edge_offsets.diff().tolist(),
+            edges=layout.edges.counts.tolist(),
             halo=[halo.numel() for halo in layout.halos],
         )
         for edge_type, layout in layouts.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -56,9 +56,9 @@ class PartEdges:
     part's numbering, ``[2, e]``, and ``e_id`` their global ids, ``[e]``.
     """
 
-    def __init__(self, edges: Tensor, layout: Layout, part: int) -> None:
+    def __init__(self, layout: Layout, part: int) -> None:
         self.layout, self.part, self.halo = layout, part, layout.halos[part]
-        self.edge_index, self.e_id = _part_edges(edges, layout, part)
+        self.edge_index, self.e_id = _part_edges(layout, part)
 
     @cached_property
     def covers(self) -> StoredCovers:
@@ -78,9 +78,9 @@ class PartEntries:
     ids: Tensor
 
 
-def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Tensor]:
+def _part_edges(layout: Layout, p: int) -> tuple[Tensor, Tensor]:
     """Returns the edges of part ``p`` in its numbering, and their global ids, as in the file."""
-    source, target, e_id = layout.edge_rows(edge_index, p)
+    source, target, e_id = layout.edges.part(p)
     halo, sources = layout.halos[p], layout.sources
     low, high = sources.offsets[p : p + 2].tolist()
     rank, owner = (x.index_select(0, source) for x in (sources.rank, sources.part))
@@ -174,9 +174,10 @@ class SplitLists:
         self._split: list[Callable[[int], PartEdges | PartEntries]] = []
         for whole in lists:
             if whole.info.kind == "links":
-                self._split.append(_split_links(whole.ids, sources, targets))
+                self._split.append(partial(PartEdges, group_edges(whole.ids, sources, targets)))
             else:
-                self._split.append(_split_nodes(whole.ids, sources))
+                order, starts = group_by_part(sources.part[whole.ids], sources.num_parts)
+                self._split.append(partial(_part_entries, whole.ids, sources, order, starts))
 
     def tensors(self, p: int) -> PartTensors:
         """Returns the tensors of part ``p``, by their names in its file."""
@@ -188,21 +189,11 @@ class SplitLists:
         return found
 
 
-def _split_nodes(ids: Tensor, nodes: NodeOrder) -> Callable[[int], PartEntries]:
-    order, starts = group_by_part(nodes.part[ids], nodes.num_parts)
-
-    def entries(p: int) -> PartEntries:
-        place = order[starts[p] : starts[p + 1]].clone()
-        return PartEntries(place, nodes.rank[ids[place]] - nodes.offsets[p])
-
-    return entries
-
-
-def _split_links(
-    edges: Tensor, sources: NodeOrder, targets: NodeOrder
-) -> Callable[[int], PartEdges]:
-    layout = group_edges(edges, sources, targets)
-    return lambda p: PartEdges(edges, layout, p)
+def _part_entries(
+    ids: Tensor, nodes: NodeOrder, order: Tensor, starts: Tensor, p: int
+) -> PartEntries:
+    place = order[starts[p] : starts[p + 1]].clone()
+    return PartEntries(place, nodes.rank[ids[place]] - nodes.offsets[p])
 
 
 # Reading #################################################################################

@@ -216,10 +216,6 @@ class GroupedEdges:
         """Returns the sources of the edges of part ``p``."""
         return self._columns[0].part(p)
 
-    def ids(self, p: int) -> Tensor:
-        """Returns the ids of the edges of part ``p``, ascending."""
-        return self._columns[2].part(p)
-
     def owners(self, piece: slice) -> Tensor:
         """Returns the parts of a slice of the edges."""
         return self._owner[self._targets[piece].long()]

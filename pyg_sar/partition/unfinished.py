@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
+from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import (
     empty_folder,
@@ -177,32 +178,52 @@ def _is_regular(path: Path) -> bool:
 def digest(data: Any) -> str | None:
     """Returns a digest of a graph's tensors and plain values; ``None``: it holds others."""
     total = hashlib.blake2b()
-    for store in data.stores:
-        total.update(repr(store._key).encode())
-        for name, value in sorted(store.items(), key=lambda item: str(item[0])):
-            total.update(f"{name} {type(value).__name__}".encode())
-            try:
-                for piece in _bytes_of(value):
-                    total.update(piece)
-            except TypeError:
-                return None
+    try:
+        for store in data.stores:
+            values = sorted(store.items(), key=lambda item: str(item[0]))
+            add_to_digest(total, [store._key, values])
+    except TypeError:
+        return None
     return total.hexdigest()
 
 
-def _bytes_of(value: Any) -> Iterator[Any]:
-    """Yields what a value is, and its bytes, a piece at a time."""
-    if isinstance(value, Tensor) and value.layout == torch.sparse_csr:
-        yield str(tuple(value.shape)).encode()
-        for tensor in (value.crow_indices(), value.col_indices(), value.values()):
-            yield from _bytes_of(tensor)
-    elif isinstance(value, Tensor) and value.layout == torch.strided:
-        yield f"{value.dtype} {tuple(value.shape)}".encode()
-        rows = value.detach().reshape(1) if value.dim() == 0 else value.detach()
-        step = max(_PIECE // max(rows[:1].numel() * rows.element_size(), 1), 1)
-        for first in range(0, rows.size(0) if rows.numel() else 0, step):
-            piece = rows[first : first + step].cpu().contiguous().reshape(-1)
-            yield piece.view(torch.uint8).numpy().data
-    elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        yield from _bytes_of(torch.from_numpy(value))
+def add_to_digest(total: Any, value: Any) -> None:
+    """Adds a value to a digest: tensors by their bytes, containers by what is in them.
+
+    Raises ``TypeError`` with the type's name where a value has no such form.
+    """
+    total.update(type(value).__name__.encode() + b"\0")
+    if isinstance(value, Mapping):
+        for item in value.items():
+            add_to_digest(total, item[0])
+            add_to_digest(total, item[1])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            add_to_digest(total, one)
+    elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        add_to_digest(total, torch.from_numpy(np.ascontiguousarray(value)))
+    elif isinstance(value, Tensor):
+        _add_tensor(total, value)
+    elif isinstance(value, SparseTensor):
+        add_to_digest(total, [value.sparse_sizes(), value.csr()])
+    elif value is None or isinstance(value, str | int | float | bool | bytes):
+        total.update(repr(value).encode())
     else:
-        yield json.dumps(value).encode()
+        raise TypeError(type(value).__name__)
+    total.update(b"\1")
+
+
+def _add_tensor(total: Any, value: Tensor) -> None:
+    total.update(f"{value.dtype} {list(value.shape)} {value.layout}".encode())
+    if value.layout == torch.sparse_coo:
+        value = value.coalesce()
+        add_to_digest(total, [value.indices(), value.values()])
+    elif value.layout == torch.sparse_csr:
+        add_to_digest(total, [value.crow_indices(), value.col_indices(), value.values()])
+    elif value.layout == torch.sparse_csc:
+        add_to_digest(total, [value.ccol_indices(), value.row_indices(), value.values()])
+    elif value.numel():
+        rows = value.detach().as_subclass(Tensor)
+        rows = rows.reshape(1) if rows.dim() == 0 else rows
+        for piece in rows.split(max(_PIECE // max(rows[:1].nbytes, 1), 1)):
+            total.update(piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -52,7 +52,7 @@ from pyg_sar.partition.schema import (
     is_hetero,
     make_tensors,
 )
-from pyg_sar.partition.scratch import Scratch, is_symmetric
+from pyg_sar.partition.scratch import GroupedEdges, Scratch, is_symmetric
 from pyg_sar.wording import counted
 
 Report = Callable[[str], None]
@@ -179,9 +179,8 @@ class _SplitStore:
         if store.edges is not None:
             ends = [nodes[name] for name in store.info.ends]
             self.layout = group_edges(store.edges, ends[0], ends[1], scratch)
-            edges = self.layout.edge_order
-            if not isinstance(edges, Tensor):
-                owners["edge"] = edges.owners, edges.counts
+            if isinstance(self.layout.edges, GroupedEdges):
+                owners["edge"] = self.layout.edges.owners, self.layout.edges.counts
         self._runs = AttributeRuns(store.columns, owners, scratch)
         self._lists: SplitLists | None = None
         if store.lists:
@@ -194,8 +193,8 @@ class _SplitStore:
         if "node" in store.info.totals:
             rows |= make_tensors("node", PartNodes(self._nodes, p))
             ids["node"] = rows["n_id"]
-        if store.edges is not None and self.layout is not None:
-            rows |= make_tensors("edge", PartEdges(store.edges, self.layout, p))
+        if self.layout is not None:
+            rows |= make_tensors("edge", PartEdges(self.layout, p))
             ids["edge"] = rows["e_id"]
         rows |= attribute_tensors(store.columns, ids, self._runs.part(p, ids))
         if self._lists is not None:

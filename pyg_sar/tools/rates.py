@@ -130,8 +130,8 @@ def _best(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a store moves in a step: bytes read and written; those of the bytes read that a part had
-    to wait for, and how often one had to.
+    """Counts what a store moves in a step: bytes read and written; those of the bytes read that a
+    part had to wait for, and how often one had to.
     """
 
     read: float = 0

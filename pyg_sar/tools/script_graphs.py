@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
@@ -40,6 +39,7 @@ from pyg_sar.partition.storage import (
     remove_partition,
     write_partitions,
 )
+from pyg_sar.partition.unfinished import add_to_digest
 from pyg_sar.tensors import (
     NodeMatrix,
     NodeTensor,
@@ -151,10 +151,15 @@ class Graphs:
         key = node_counts(data)
         owners = self.owners.get(key) if owners is None else owners
         found = hashlib.sha256()
-        add_to_digest(
-            found, [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
-        )
-        add_to_digest(found, data.to_dict())
+        how = [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
+        try:
+            for value in (how, data.to_dict()):
+                add_to_digest(found, value)
+        except TypeError as error:
+            raise DistributedIndexError(
+                f"'pyg-sar run' can't tell what a {error} of a graph holds: leave the attribute "
+                "out, or make it a tensor"
+            ) from None
         folder = f"{found.hexdigest()[:32]}-{parts}"
         if keep:
             try:
@@ -348,51 +353,3 @@ def _remove(root: Path, problem: str) -> None:
     """Removes a partition that can't be loaded, and says so."""
     remove_partition(root)
     sys.stderr.write(f"pyg-sar: the graph is partitioned again: {problem}\n")
-
-
-def add_to_digest(found: Any, value: Any) -> None:
-    """Adds a value to a digest: tensors by their bytes, containers by what is in them.
-
-    Raises:
-        DistributedIndexError: A value that has no such form.
-    """
-    found.update(type(value).__name__.encode() + b"\0")
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            add_to_digest(found, key)
-            add_to_digest(found, one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            add_to_digest(found, one)
-    elif isinstance(value, np.ndarray):
-        add_to_digest(found, torch.from_numpy(np.ascontiguousarray(value)))
-    elif isinstance(value, Tensor):
-        _add_tensor(found, value)
-    elif hasattr(value, "csr") and hasattr(value, "sparse_sizes"):  # torch_sparse.SparseTensor
-        add_to_digest(found, [value.sparse_sizes(), value.csr()])
-    elif value is None or isinstance(value, str | int | float | bool | bytes):
-        found.update(repr(value).encode())
-    else:
-        raise DistributedIndexError(
-            f"'pyg-sar run' can't tell what a {type(value).__name__} of a graph holds: leave the "
-            "attribute out, or make it a tensor"
-        )
-    found.update(b"\1")
-
-
-def _add_tensor(found: Any, value: Tensor) -> None:
-    found.update(f"{value.dtype} {list(value.shape)} {value.layout}".encode())
-    if value.layout == torch.sparse_coo:
-        value = value.coalesce()
-        add_to_digest(found, [value.indices(), value.values()])
-    elif value.layout in (torch.sparse_csr, torch.sparse_csc):
-        csr = value.layout == torch.sparse_csr
-        ends = (
-            [value.crow_indices(), value.col_indices()]
-            if csr
-            else [value.ccol_indices(), value.row_indices()]
-        )
-        add_to_digest(found, [*ends, value.values()])
-    else:
-        plain = value.detach().cpu().contiguous().as_subclass(Tensor)
-        found.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -110,23 +111,17 @@ def save_checkpoint(
     if comm.across is not None:
         check_tensors(shared_names(model), [], comm.across)
     random_states = _gather_random_states(comm)
-    content, problem = _Content(), None
-    try:
+    what = f"Cannot write the checkpoint {os.fspath(path)!r}"
+    with _all_or_none(comm, what):
         content = _collect(model, optimizer, state or {}, tensors or {}, comm)
-    except TypeError as error:
-        problem = f"Cannot write the checkpoint {os.fspath(path)!r}: {error}"
-    _raise_everywhere(comm, problem)
     try:
         content.tensors = gather_rows(content.tensors, comm)
     except ValueError as error:
-        raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
-    if comm.writes:
-        try:
+        raise CheckpointError(f"{what}: {error}") from None
+    with _all_or_none(comm, what):
+        if comm.writes:
             content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
             _write(Path(path), content)
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
-            problem = f"Cannot write the checkpoint {os.fspath(path)!r}: {error}"
-    _raise_everywhere(comm, problem)
 
 
 def load_checkpoint(
@@ -164,16 +159,11 @@ def load_checkpoint(
     """
     comm = comm or current()
     restore = optimizer is not None if restore_rng is None else restore_rng
-    problem: str | None = None
-    content = _Content()
-    try:
+    with _all_or_none(comm, _not_loaded(path)):
         content = _read(Path(path))
         _check(content, model, optimizer, weights)
         if restore:
             _check_random_states(content, comm)
-    except CheckpointError as error:
-        problem = _not_loaded(path, error)
-    _raise_everywhere(comm, problem)
     _check_same_file(comm, path, content.header["sha256"])
     cut_rows(content.tensors, model, optimizer)
     if model is not None:
@@ -196,15 +186,10 @@ def inspect_checkpoint(
     """
     check_path("checkpoint", path)
     comm = comm or current()
-    problem: str | None = None
-    content = _Content()
-    try:
+    with _all_or_none(comm, _not_loaded(path)):
         # Parts of one worker come here in turn: no more than one of them holds the tensors.
         content = _read(Path(path))
         content.tensors = {}
-    except CheckpointError as error:
-        problem = _not_loaded(path, error)
-    _raise_everywhere(comm, problem)
     _check_same_file(comm, path, content.header["sha256"])
     return _described(content)
 
@@ -219,12 +204,18 @@ def _described(content: _Content) -> Checkpoint:
     )
 
 
-def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
-    return f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
+def _not_loaded(path: str | os.PathLike[str]) -> str:
+    return f"Cannot load the checkpoint {os.fspath(path)!r}"
 
 
-def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
-    """Raises a problem of any worker on all of them. See [Note: all or none]."""
+@contextmanager
+def _all_or_none(comm: Communicator, what: str) -> Iterator[None]:
+    """Raises an error of any worker on all of them. See [Note: all or none]."""
+    problem = None
+    try:
+        yield
+    except (CheckpointError, OSError, SafetensorError, TypeError, ValueError) as error:
+        problem = f"{what}: {error}"
     problems = comm.from_everyone(problem)
     for rank, text in enumerate(problems):
         if text is not None:
@@ -237,8 +228,8 @@ def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: s
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise CheckpointError(
-                f"Cannot load the checkpoint {os.fspath(path)!r}: ranks 0 and {rank} read "
-                "different files under this name; use a folder that all hosts share"
+                f"{_not_loaded(path)}: ranks 0 and {rank} read different files under this name; "
+                "use a folder that all hosts share"
             )
 
 
