@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.exchange.gather import halo_reduce, plans_of_subsets
-from pyg_sar.files import check_whole
+from pyg_sar.files import check_argument, check_whole
 from pyg_sar.ledger import Label
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.space.distributed_index import DistEdgeIndex, Order, Partial, dist_edge_index, plain
@@ -113,10 +113,9 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
         IndexError: When the seeds are ids of no nodes.
     """
     edges, layers = distributed_edges(data), len(num_neighbors)
-    if not layers or any(isinstance(n, bool) or n == 0 or n < -1 for n in num_neighbors):
-        raise ValueError(
-            f"Expected 'num_neighbors' to be integers, -1 or at least 1 (got {num_neighbors!r})"
-        )
+    fits = layers and not any(isinstance(n, bool) or n == 0 or n < -1 for n in num_neighbors)
+    wanted = "integers, -1 or at least 1"
+    check_argument(bool(fits), "num_neighbors", num_neighbors, wanted)
     numbers = data.edge_index.rows.ids
     hop, turns = _sampled(edges.index, numbers, _mask(seeds, edges.targets), num_neighbors, key)
     return _flow(data, edges, hop, turns, layers, whole=False)

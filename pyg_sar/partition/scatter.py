@@ -15,7 +15,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import ALIGNMENT
+from pyg_sar.files import ALIGNMENT, check_type
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.global_view import random_digest, share_random_states, whole_graph
 from pyg_sar.partition.loading import agree, place_of
@@ -142,24 +142,13 @@ def _cut(
     """Returns the metadata of a graph's parts, as their file has it, and what makes their
     tensors.
     """
-    if not isinstance(data, Data | HeteroData):
-        raise TypeError(
-            f"Expected 'data' to be a Data, a HeteroData or None (got {type(data).__name__})"
-        )
+    check_type("data", data, (Data, HeteroData), "a Data, a HeteroData or None")
     graphs = data.num_graphs if isinstance(data, Batch) else None
     header, statistics, tensors_of = prepare(data, num_parts, method, seed, lambda _: None, **how)
     rows = zip(statistics.nodes, statistics.edges, statistics.halo, strict=True)
-    header["parts"] = [
-        {
-            "file": "",
-            "sha256": "",
-            "bytes": 0,
-            "num_nodes": nodes,
-            "num_edges": edges,
-            "num_halo": halo,
-        }
-        for nodes, edges, halo in rows
-    ]
+    names = ("num_nodes", "num_edges", "num_halo")
+    nowhere = {"file": "", "sha256": "", "bytes": 0}
+    header["parts"] = [nowhere | dict(zip(names, counts, strict=True)) for counts in rows]
     header["batched"] = graphs
     return json.loads(json.dumps(header)), tensors_of
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -46,6 +46,7 @@ from pyg_sar.tools.start import (
     node_ids_of,
     on_workers,
     options_of_file,
+    settings_of,
     tell_agent,
 )
 from pyg_sar.tools.tables import TABLES
@@ -55,8 +56,6 @@ from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
 from pyg_sar.usage import COMMANDS, command_parser
 from pyg_sar.wording import counted
-
-T = TypeVar("T")
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -300,17 +299,11 @@ def _predict(arguments: argparse.Namespace) -> int:
             f"--model {arguments.model}: the checkpoint names such a model itself: leave this out, "
             "or give what builds a model of your own, module:callable or FILE.py:callable"
         )
-    config = _settings(PredictConfig, arguments)
+    config = settings_of(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
         print(f"{counted(shape[0], 'rows')} of {shape[1:]} written to {arguments.out}")
     return 0
-
-
-def _settings(kind: Callable[..., T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Returns a dataclass of the options that have its fields' names, and of ``others``."""
-    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return kind(**{n: v for n, v in vars(arguments).items() if n in names} | others)
 
 
 def _run_config(arguments: argparse.Namespace) -> RunConfig:
@@ -347,15 +340,15 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
             f"--labels {arguments.labels} shows classes to the model, which --loss "
             f"{arguments.loss} has none of: leave it out"
         )
-    model = _settings(ModelConfig, arguments, name=arguments.model)
+    model = settings_of(ModelConfig, arguments, name=arguments.model)
     if model.own:
         _refuse_for_own(model, arguments)
-    return _settings(
+    return settings_of(
         RunConfig,
         arguments,
         model=model,
-        train=_settings(TrainConfig, arguments),
-        policy=_settings(SARPolicy, arguments, random="keyed"),
+        train=settings_of(TrainConfig, arguments),
+        policy=settings_of(SARPolicy, arguments, random="keyed"),
         sampler=_sampler(arguments),
         checkpoint_every=_given(arguments.checkpoint_every, 10),
         resume=resume,
@@ -426,7 +419,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         classes = data.num_features
         if known:
             classes = max(classes_of(int(labels.max()), data.num_nodes), 1)
-        config = _settings(ModelConfig, arguments, name=arguments.model)
+        config = settings_of(ModelConfig, arguments, name=arguments.model)
         model = config.stock(data.num_features, classes).build()
     else:
         model = imported_model(arguments.model, data)
@@ -454,10 +447,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else EXIT_FAILURE
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    return run_demo(_settings(DemoConfig, arguments))
-
-
 # Arguments ###################################################################
 
 
@@ -465,7 +454,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser()
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
-    _add_plan(commands)
+    model = add_plan(_command(commands, "plan", plan_command, PLAN_EPILOG))
+    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
     _add_train(commands)
     add_run(_command(commands, "run", run_command, RUN_EPILOG))
     _add_predict(commands)
@@ -542,11 +532,6 @@ def _add_train(commands: Any) -> None:
     model("--args", type=names_in, metavar="NAMES", help=_OF_ARGS)
     _add_training(command)
     _add_files(command)
-
-
-def _add_plan(commands: Any) -> None:
-    model = add_plan(_command(commands, "plan", plan_command, PLAN_EPILOG))
-    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 
 
 def _add_predict(commands: Any) -> None:
@@ -647,7 +632,8 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    add = _command(commands, "demo", _demo, "").add_argument
+    command = _command(commands, "demo", lambda given: run_demo(settings_of(DemoConfig, given)), "")
+    add = command.add_argument
     default = DemoConfig()
     add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
     add("--workers", type=int, default=default.workers, metavar="N", help="and parts")

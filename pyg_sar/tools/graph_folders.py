@@ -45,7 +45,12 @@ def load_folder(folder: str | os.PathLike[str]) -> Data | HeteroData:
     root = Path(folder)
     inner = sorted(path for path in root.iterdir() if path.is_dir())
     if any(path.suffix in (".npy", *TABLES) for path in root.iterdir()):
-        return _homogeneous(root)
+        found = _attributes(root, alone=True)
+        if "edge_index" not in found:
+            raise ValueError(f"'{root}' has no edge_index.npy, edges.parquet or edges.csv")
+        if "num_nodes" not in found and "x" not in found:
+            raise ValueError(f"'{root}' has no x.npy, no nodes table and no num_nodes.npy")
+        return Data(**found)
     if not inner:
         raise ValueError(f"'{root}' holds no graph: expected edge_index.npy or edges.parquet in it")
     data = HeteroData()
@@ -69,15 +74,6 @@ def load_folder(folder: str | os.PathLike[str]) -> Data | HeteroData:
         if len(name) == 1 and store.num_nodes is None:
             raise ValueError(f"'{path}' has no x.npy and no num_nodes.npy")
     return data
-
-
-def _homogeneous(root: Path) -> Data:
-    found = _attributes(root, alone=True)
-    if "edge_index" not in found:
-        raise ValueError(f"'{root}' has no edge_index.npy, edges.parquet or edges.csv")
-    if "num_nodes" not in found and "x" not in found:
-        raise ValueError(f"'{root}' has no x.npy, no nodes table and no num_nodes.npy")
-    return Data(**found)
 
 
 def load_table(edges: str | os.PathLike[str], nodes: str | None = None) -> Data:

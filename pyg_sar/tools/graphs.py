@@ -44,6 +44,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
+from pyg_sar.files import check_argument
 from pyg_sar.partition.assignment import check_graph, check_seed, count_nodes, edges_of_relations
 from pyg_sar.tools.graph_folders import is_graph_folder, load_folder, load_table
 from pyg_sar.tools.graph_sources import (
@@ -131,15 +132,11 @@ class GraphOptions:
     feature_columns: str = ""
 
     def __post_init__(self) -> None:
-        if self.split not in ("auto", "random", "per_class") and not self.split.isdecimal():
-            raise ValueError(
-                "Expected 'split' to be 'auto', 'random', 'per_class' or the number of a split "
-                f"(got {self.split!r})"
-            )
-        if self.random_features < 0:
-            raise ValueError(
-                f"Expected 'random_features' to be at least 0 (got {self.random_features})"
-            )
+        known = self.split in ("auto", "random", "per_class") or self.split.isdecimal()
+        wanted = "'auto', 'random', 'per_class' or the number of a split"
+        check_argument(known, "split", self.split, wanted)
+        number = self.random_features
+        check_argument(number >= 0, "random_features", number, "at least 0")
 
 
 def load_graph(
@@ -252,17 +249,16 @@ def _convert(key: str, value: Any, kind: str) -> Any:
         return str(value)
     if kind == "bool":
         text = str(value).lower()
-        if text not in ("true", "false", "1", "0", "yes", "no"):
-            raise ValueError(f"Expected '{key}' to be true or false (got {value!r})")
-        return text in ("true", "1", "yes")
+        known = ("true", "1", "yes", "false", "0", "no")
+        check_argument(text in known, key, value, "true or false")
+        return text in known[:3]
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"Expected '{key}' to be a number (got {value!r})") from None
     if kind == "float":
         return number
-    if not number.is_integer():
-        raise ValueError(f"Expected '{key}' to be a whole number (got {value!r})")
+    check_argument(number.is_integer(), key, value, "a whole number")
     return int(value) if isinstance(value, int) else int(number)
 
 

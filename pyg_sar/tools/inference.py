@@ -278,7 +278,9 @@ def _in_parts(
     folder = None if place is None else Path(place)
     graph = (_needed(data) if forward is None else copy.copy(data)).cpu()
     with _put_aside(model), TemporaryFolder("pyg_sar-infer-", folder) as scratch:
-        plain = _to_send(model)
+        plain = model
+        if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
+            plain = copy.deepcopy(model).cpu()  # Which another process can load.
         root, path = f"{scratch}/parts", out or f"{scratch}/rows.npy"
         for attempt in range(_TRIES):
             count = _cut(graph, model, root, size, parts, workers, attempt)
@@ -294,13 +296,6 @@ def _in_parts(
                 if not more or parts is not None or attempt == _TRIES - 1:
                     raise
         return _mapped(path) if out else torch.from_numpy(np.load(path, allow_pickle=False))
-
-
-def _to_send(model: nn.Module) -> nn.Module:
-    """Returns a model on the CPU, which another process can load."""
-    if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
-        return copy.deepcopy(model).cpu()
-    return model
 
 
 def _infer_part(
@@ -350,7 +345,8 @@ def _cut(
         count = max(parts or 1, workers)
         write_partitions(graph, count, root, overwrite=True)
         return count
-    row_bytes = _widest(model, graph) * _item_size(model)
+    sizes = [parameter.element_size() for parameter in model.parameters()]
+    row_bytes = _widest(model, graph) * max(sizes, default=4)
     free = max(memory - _BASE, memory // 4)
     whole = _AT_ONCE * graph.num_nodes * row_bytes + _EDGE_BYTES * graph.num_edges
     count = max(-(-whole // free), workers, 1) * 2**attempt
@@ -374,10 +370,6 @@ def _widest(model: nn.Module, graph: Any) -> int:
     stores = graph.node_stores if isinstance(graph, HeteroData) else [graph]
     features = [store.get("x") for store in stores]
     return max([*widths, *(x.size(1) for x in features if x is not None and x.dim() == 2)])
-
-
-def _item_size(model: nn.Module) -> int:
-    return max((parameter.element_size() for parameter in model.parameters()), default=4)
 
 
 # Before the training ##########################################################

@@ -29,7 +29,7 @@ import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Data
 
-from pyg_sar.files import check_whole
+from pyg_sar.files import check_argument, check_whole
 
 Call = Callable[[nn.Module, Data], Any]
 """Calls a model with what a graph holds."""
@@ -178,11 +178,9 @@ def stock_model(
         ValueError: for an unknown name or a number out of range.
     """
     _check_sizes(in_channels=in_channels, hidden=hidden, out_channels=out_channels, layers=layers)
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"Expected 'dropout' to be in [0, 1) (got {dropout})")
-    for argument, value, known in (("name", name, MODELS), ("norm", norm, NORMS)):
-        if value not in known:
-            raise ValueError(f"Expected {argument!r} to be one of {known} (got {value!r})")
+    check_argument(0.0 <= dropout < 1.0, "dropout", dropout, "in [0, 1)")
+    check_argument(name in MODELS, "name", name, f"one of {MODELS}")
+    check_argument(norm in NORMS, "norm", norm, f"one of {NORMS}")
     arguments: dict[str, Any] = {
         "in_channels": in_channels,
         "hidden_channels": hidden,

@@ -53,13 +53,6 @@ ROWS = 15_000
 Partition = str | os.PathLike[str] | PublishedPartition
 
 
-def _graph_of(root: Partition) -> tuple[int, int]:
-    if isinstance(root, PublishedPartition):
-        return root.nodes, root.edges
-    found = read_metadata(root)
-    return found.num_nodes, found.num_edges
-
-
 @contextmanager
 def _partitioned(data: Data | None, root: Partition | int) -> Iterator[Partition]:
     """Yields a partition; a number of parts is one of ``data``, which is there meanwhile."""
@@ -188,7 +181,11 @@ def plan(
 
 
 def _check_one_graph(roots: Sequence[Partition]) -> None:
-    graphs = {_graph_of(root) for root in roots}
+    known = [r if isinstance(r, PublishedPartition) else read_metadata(r) for r in roots]
+    graphs = {
+        (r.nodes, r.edges) if isinstance(r, PublishedPartition) else (r.num_nodes, r.num_edges)
+        for r in known
+    }
     if len(graphs) > 1:
         raise ValueError(
             f"'data' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "

@@ -19,7 +19,7 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,6 +44,7 @@ from pyg_sar.tools.start import (
     default_workers,
     levels_in,
     node_ids_of,
+    settings_of,
     tell_agent,
     was_launched,
 )
@@ -93,7 +94,7 @@ def run_script(config: ScriptConfig, workers: int) -> int:
         start, options["backend"] = work_as_host, config.backend or "gloo"
     with TemporaryFolder("pyg_sar-run-") as folder:
         try:
-            codes = launch(start, workers, _with_folder(config, str(folder)), **options)
+            codes = launch(start, workers, replace(config, folder=str(folder)), **options)
         except KeyboardInterrupt:
             _show(folder / "interrupt", "Traceback (most recent call last):\n")
             sys.stderr.write("KeyboardInterrupt\n")
@@ -134,11 +135,6 @@ def _device(config: ScriptConfig) -> str | None:
     """Returns where workers compute by where their parts wait, if that decides it."""
     hosting = Hosting.of(1, config.memory, config.store) if hosts_parts(config) else None
     return None if hosting is None else hosting.device
-
-
-def _with_folder(config: ScriptConfig, folder: str) -> ScriptConfig:
-    fields = {name: getattr(config, name) for name in config.__slots__}
-    return ScriptConfig(**{**fields, "folder": folder})
 
 
 def _show(path: Path, before: str = "") -> bool:
@@ -377,19 +373,14 @@ def run_command(arguments: argparse.Namespace) -> int:
     store = arguments.store
     if store not in (None, PINNED) and not Path(store).is_dir():
         raise ValueError(f"--store {store}: there is no such folder")
-    memory = arguments.memory
-    config = ScriptConfig(
-        script=arguments.script,
+    memory, cache = arguments.memory, arguments.cache
+    config = settings_of(
+        ScriptConfig,
+        arguments,
         arguments=tuple(arguments.arguments),
-        parts=arguments.parts,
         memory=None if memory is None else parse_bytes(memory, "--memory"),
-        store=store,
-        cache=None if arguments.cache is None else os.path.abspath(arguments.cache),
+        cache=None if cache is None else os.path.abspath(cache),
         node_ids=arguments.node_ids or None,
-        levels=arguments.levels,
-        backend=arguments.backend,
-        timeout=arguments.timeout,
-        float64=arguments.float64,
     )
     if arguments.parts is not None and arguments.parts < 1:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")

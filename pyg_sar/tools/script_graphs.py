@@ -320,19 +320,13 @@ def owners_of(root: str | Path) -> Owners:
     """Returns the part of each node of a partition; of a heterogeneous one by node type."""
     metadata = read_metadata(root)
     rows = [read_part(root, p, verify=False, metadata=metadata) for p in range(metadata.num_parts)]
-    owners = {
-        group.ends[0]: _owners(group.total, [group.ids(part) for part in rows])
-        for group in metadata.groups()
-        if group.kind == "node"
-    }
+    owners = {}
+    for group in metadata.groups():
+        if group.kind == "node":
+            owner = owners[group.ends[0]] = torch.empty(group.total, dtype=torch.long)
+            for part, tensors in enumerate(rows):
+                owner[group.ids(tensors)] = part
     return owners if metadata.hetero else owners[""]
-
-
-def _owners(count: int, n_ids: list[Tensor]) -> Tensor:
-    owner = torch.empty(count, dtype=torch.long)
-    for part, n_id in enumerate(n_ids):
-        owner[n_id] = part
-    return owner
 
 
 def _owners_there(root: Path, owners: Owners | None) -> tuple[Owners | None, str]:

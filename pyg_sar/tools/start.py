@@ -30,6 +30,12 @@ from pyg_sar.wording import counted
 T = TypeVar("T")
 
 
+def settings_of(kind: Callable[..., T], given: argparse.Namespace, /, **others: Any) -> T:
+    """Returns a dataclass of the options that have its fields' names, and of ``others``."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{n: v for n, v in vars(given).items() if n in names} | others)
+
+
 def add_workers(command: argparse.ArgumentParser) -> Any:
     """Adds the options that :func:`on_workers` reads; returns what adds more to their group."""
     group = command.add_argument_group("workers").add_argument
@@ -140,7 +146,7 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
 def _read_options(path: str) -> dict[Any, Any]:
     text = Path(path).read_text(encoding="utf-8")
     if Path(path).suffix == ".json":
-        found = json.loads(text, object_pairs_hook=_once)
+        found = json.loads(text, object_pairs_hook=_dict_of)
     elif Path(path).suffix in (".yaml", ".yml"):
         try:
             import yaml
@@ -161,7 +167,7 @@ def _read_options(path: str) -> dict[Any, Any]:
     return found
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _check_once(key for key, _ in pairs)
     return dict(pairs)
 

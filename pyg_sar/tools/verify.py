@@ -26,7 +26,7 @@ from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning
-from pyg_sar.files import TemporaryFolder, check_folder, check_type, check_whole
+from pyg_sar.files import TemporaryFolder, check_argument, check_folder, check_type, check_whole
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.partition.levels import check_levels, levels_of
@@ -178,8 +178,8 @@ def _check_arguments(
         check_type(*given)
     if any(isinstance(value, NodeTensor) for _, value in data):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
-    if not isinstance(tolerance, int | float) or not tolerance >= 0:
-        raise ValueError(f"Expected 'tolerance' to be a number of at least 0 (got {tolerance!r})")
+    fits = isinstance(tolerance, int | float) and tolerance >= 0
+    check_argument(fits, "tolerance", tolerance, "a number of at least 0")
 
 
 def _required(model: nn.Module, data: Data) -> list[str]:

@@ -315,14 +315,13 @@ def _collect(
                     scalars.setdefault(str(index), {})[key] = value
         content.header["optimizer"] = {
             "class": type(optimizer).__name__,
-            "groups": [_plain_group(group) for group in saved["param_groups"]],
+            "groups": [
+                {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
+                for group in saved["param_groups"]
+            ],
             "scalars": scalars,
         }
     return content
-
-
-def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
 
 
 def _load_optimizer(content: _Content, optimizer: torch.optim.Optimizer) -> None:
@@ -398,7 +397,8 @@ def _check_header(header: Mapping[str, Any]) -> None:
     kinds: dict[str, Any] = {"state": dict, "world_size": int, "replicas": int}
     if "optimizer" in header:
         kinds["optimizer"] = dict
-        fields |= {f"optimizer.{k}": v for k, v in _items(header["optimizer"])}
+        inner = header["optimizer"] if isinstance(header["optimizer"], dict) else {}
+        fields |= {f"optimizer.{k}": v for k, v in inner.items()}
         kinds |= {"optimizer.class": str, "optimizer.groups": list, "optimizer.scalars": dict}
     for name, kind in kinds.items():
         if not isinstance(fields.get(name), kind):
@@ -406,10 +406,6 @@ def _check_header(header: Mapping[str, Any]) -> None:
                 f"its header says {name}={fields.get(name)!r}, not a {kind.__name__}: another "
                 "program wrote it"
             )
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _check(

@@ -74,16 +74,13 @@ def score(metrics: Mapping[str, Metric], pred: Tensor, target: Tensor) -> dict[s
 def _accumulated(metric: Metric, pred: Tensor, target: Tensor) -> Any:
     for part in metric.modules() if isinstance(metric, torch.nn.Module) else [metric]:
         if hasattr(part, "distributed_available_fn"):
-            part.distributed_available_fn = _alone  # It has all rows: it must not wait for others.
+            # It has all rows: it must not wait for others.
+            part.distributed_available_fn = lambda: False
     metric.reset()
     metric.update(pred, target)
     value = metric.compute()
     metric.reset()
     return value
-
-
-def _alone() -> bool:
-    return False
 
 
 def _number(name: str, value: Any) -> float | None:

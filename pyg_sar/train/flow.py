@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
-from pyg_sar.files import check_whole
+from pyg_sar.files import check_argument, check_whole
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import distributed_edges, message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
@@ -198,11 +198,9 @@ class NeighborSampling:
         size, numbers = self.batch_size, self.num_neighbors
         check_whole("batch_size", size)
         several = isinstance(numbers, list | tuple) and len(numbers) > 0
-        if not several or not all(type(n) is int and (n == -1 or n > 0) for n in numbers):
-            raise ValueError(
-                "Expected 'num_neighbors' to be integers, -1 or at least 1, by hop, such as "
-                f"(10, 5) (got {numbers!r})"
-            )
+        fits = several and all(type(n) is int and (n == -1 or n > 0) for n in numbers)
+        wanted = "integers, -1 or at least 1, by hop, such as (10, 5)"
+        check_argument(fits, "num_neighbors", numbers, wanted)
 
     def batches(self, data: Data, mask: Tensor, seed: int, epoch: int) -> Iterator[Data]:
         """Yields the graphs of an epoch, of the training nodes in ``mask``, bool ``[num_nodes]``.

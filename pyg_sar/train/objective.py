@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyg_sar.files import check_type
 from pyg_sar.reduction.parameters import plain
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -39,8 +40,7 @@ class Objective:
             )
         if loss is None:
             loss = functools.partial(F.cross_entropy, label_smoothing=label_smoothing)
-        if not callable(loss):
-            raise TypeError(f"Expected 'loss' to be a function (got {type(loss).__name__})")
+        check_type("loss", loss, Callable, "a function")
         function, options = _parts(loss)
         self.name = _name(loss, function, options)
         self.of_classes = function in _OF_CLASSES or isinstance(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
 
+from pyg_sar.files import check_argument
 from pyg_sar.space.draws import keyed_numbers
 from pyg_sar.tensors import NodeTensor, from_local
 from pyg_sar.wording import counted
@@ -80,7 +81,8 @@ def find_targets(
         splits, whole = (MASKS, None) if name == "y" else ({}, "train")
     if whole is None:
         names = splits or {}
-        of_train, *others = (_dim(data, names.get(split, "")) for split in SPLITS)
+        given = [data.get(names.get(split, "")) for split in SPLITS]
+        of_train, *others = (one.dim() if isinstance(one, Tensor) else 0 for one in given)
         if column and of_train == 1 and 2 not in others:
             raise ValueError(
                 f"split {column}: data.{names.get('train')} has one dimension, so the graph has "
@@ -140,11 +142,6 @@ def _missing(name: str, found: Any) -> ValueError:
     what = "node classification needs a label per node (-1: none)" if name == "y" else "the target"
     state = "is missing" if found is None else f"is a {type(found).__name__}, no tensor of numbers"
     return ValueError(f"data.{name} {state}: {what}")
-
-
-def _dim(data: Data, name: str) -> int:
-    value = data.get(name)
-    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def _mask(
@@ -219,8 +216,7 @@ def ratio_mask(mask: Tensor, ratio: float, key: int) -> Tensor:
             "Expected 'mask' to be bool with a value for each node (got "
             f"{mask.dtype} {list(mask.shape)})"
         )
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"Expected 'ratio' to be in [0, 1] (got {ratio!r})")
+    check_argument(0 <= ratio <= 1, "ratio", ratio, "in [0, 1]")
     if isinstance(mask, NodeTensor):
         return from_local(_share(mask.to_local(), ratio, mask.rows.ids, key), mask)
     return _share(mask, ratio, torch.arange(len(mask), device=mask.device), key)
@@ -272,8 +268,7 @@ class LabelSplit:
 
     def __init__(self, ratio: float, seed: int, mask: Tensor) -> None:
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
-        if not number or not 0 <= ratio < 1:
-            raise ValueError(f"Expected 'labels' to be in [0, 1) (got {ratio!r})")
+        check_argument(number and 0 <= ratio < 1, "labels", ratio, "in [0, 1)")
         self.ratio, self.seed, self.mask = ratio, seed, mask
 
     def shown(self, epoch: int) -> Tensor:
