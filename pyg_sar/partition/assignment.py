@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,11 @@ def _assign(
         report(f"METIS would take about {needs / 1e9:.1f} GB: it cuts a coarsened graph")
         method = "coarsened"
     if method == "coarsened":
-        return _coarsened(edges, num_nodes, num_parts, seed, scratch, report, marked)
+        with ExitStack() as stack:
+            if scratch is None:
+                folder = stack.enter_context(TemporaryFolder("pyg_sar-assign-"))
+                scratch = Scratch(folder, _STREAMED, report)
+            return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch, marked)
     whole = edges[0][0]  # METIS takes memory enough: no copy where none is needed
     if len(edges) > 1 or edges[0][1:] != (0, 0) or whole.dtype != torch.long:
         moved = [rows.long() + torch.tensor([[s], [t]]) for rows, s, t in edges]
@@ -151,22 +156,6 @@ def _assign(
     if method == "metis":
         return metis(undirected_csr(whole, num_nodes), num_parts, seed)
     return balanced_assignment(whole, num_nodes, num_parts, seed, report, marked)
-
-
-def _coarsened(
-    edges: Edges,
-    num_nodes: int,
-    num_parts: int,
-    seed: int,
-    scratch: Scratch | None,
-    report: Callable[[str], None],
-    marked: Tensor | None,
-) -> Tensor:
-    if scratch is not None:
-        return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch, marked)
-    with TemporaryFolder("pyg_sar-assign-") as folder:
-        own = Scratch(folder, _STREAMED, report)
-        return coarsened_assignment(edges, num_nodes, num_parts, seed, own, marked)
 
 
 def check_num_parts(num_parts: int) -> None:
@@ -482,27 +471,22 @@ def edges_of_relations(
     data: HeteroData, num_nodes: Mapping[str, int], whole: bool = True
 ) -> dict[EdgeType, Tensor]:
     """Returns ``edge_index`` of each relation, on the CPU; ``whole``: as int64, else as it is."""
-    return {edge_type: _edges(edge_type, data, num_nodes, whole) for edge_type in data.edge_types}
-
-
-def _edges(
-    edge_type: EdgeType, data: HeteroData, num_nodes: Mapping[str, int], whole: bool
-) -> Tensor:
-    try:
-        edges = edges_of(data[edge_type], whole)
-    except ValueError as error:
-        raise ValueError(f"{edge_type}: {error}") from error
-    for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
-        if name not in num_nodes:
-            raise ValueError(
-                f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
-                f"set data['{name}'].num_nodes"
-            )
-        count = num_nodes[name]
-        low, high = _range(edges[row])
-        if low < 0 or high >= count:
-            raise ValueError(
-                f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
-                f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
-            )
-    return edges
+    found = {}
+    for edge_type in data.edge_types:
+        try:
+            edges = found[edge_type] = edges_of(data[edge_type], whole)
+        except ValueError as error:
+            raise ValueError(f"{edge_type}: {error}") from error
+        for row, name, what in zip(edges, edge_type[::2], ("source", "target"), strict=True):
+            if name not in num_nodes:
+                raise ValueError(
+                    f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
+                    f"set data['{name}'].num_nodes"
+                )
+            count, (low, high) = num_nodes[name], _range(row)
+            if low < 0 or high >= count:
+                raise ValueError(
+                    f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
+                    f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
+                )
+    return found

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.nn import LGConv
 from torch_geometric.utils import add_remaining_self_loops
 
@@ -314,20 +315,16 @@ def _infer_part(
 
 def _needed(data: Any) -> Any:
     """Returns the part of a graph that the default call takes."""
-    kept: Any = HeteroData() if isinstance(data, HeteroData) else Data()
-    names = ("x", "edge_index", "adj_t")
+    kept: Any = type(data)()
+    pairs = [(data, kept)]
     if isinstance(data, HeteroData):
-        for key in (*data.node_types, *data.edge_types):
-            for name in names:
-                if name in data[key]:
-                    kept[key][name] = data[key][name]
-        for key in data.node_types:
-            kept[key].num_nodes = data[key].num_nodes
-        return kept
-    for name in names:
-        if data.get(name) is not None:
-            kept[name] = data[name]
-    kept.num_nodes = data.num_nodes
+        pairs = [(data[key], kept[key]) for key in (*data.node_types, *data.edge_types)]
+    for store, own in pairs:
+        for name in ("x", "edge_index", "adj_t"):
+            if store.get(name) is not None:
+                own[name] = store[name]
+        if not isinstance(store, EdgeStorage):
+            own.num_nodes = store.num_nodes
     return kept
 
 

@@ -177,7 +177,9 @@ def stock_model(
     Raises:
         ValueError: for an unknown name or a number out of range.
     """
-    _check_sizes(in_channels=in_channels, hidden=hidden, out_channels=out_channels, layers=layers)
+    sizes = {"in_channels": in_channels, "hidden": hidden, "out_channels": out_channels}
+    for argument, value in (sizes | {"layers": layers}).items():
+        check_whole(argument, value)
     check_argument(0.0 <= dropout < 1.0, "dropout", dropout, "in [0, 1)")
     check_argument(name in MODELS, "name", name, f"one of {MODELS}")
     check_argument(norm in NORMS, "norm", norm, f"one of {NORMS}")
@@ -193,7 +195,7 @@ def stock_model(
     elif norm == "layer":
         arguments |= {"norm": "LayerNorm", "norm_kwargs": {"mode": "node"}}
     if name in ("gat", "gatv2"):
-        _check_sizes(heads=heads)
+        check_whole("heads", heads)
         if hidden % heads and layers > 1:
             raise ValueError(
                 f"Expected 'hidden', the width of all heads together, to be a multiple of "
@@ -213,11 +215,6 @@ def build_model(
 ) -> nn.Module:
     """Builds one of the stock models: :func:`stock_model` with these arguments, built."""
     return stock_model(name, in_channels, hidden, out_channels, **options).build()
-
-
-def _check_sizes(**sizes: int) -> None:
-    for argument, value in sizes.items():
-        check_whole(argument, value)
 
 
 # Models by name ###############################################################

@@ -82,17 +82,9 @@ class ModelConfig:
 
     def stock(self, in_channels: int, out_channels: int, *, cached: bool = True) -> StockModel:
         """Returns the class of PyG and its arguments; ``cached`` for a run with one graph."""
-        return stock_model(
-            self.name,
-            in_channels,
-            self.hidden,
-            out_channels,
-            layers=self.layers,
-            heads=self.heads,
-            dropout=self.dropout,
-            norm=self.norm,
-            cached=cached,
-        )
+        options = asdict(self)
+        name, hidden = options.pop("name"), options.pop("hidden")
+        return stock_model(name, in_channels, hidden, out_channels, cached=cached, **options)
 
     @property
     def own(self) -> bool:

@@ -168,14 +168,10 @@ def _check_arguments(
 ) -> None:
     check_whole("num_workers", num_workers)
     check_whole("max_nodes", max_nodes)
-    kinds: tuple[tuple[str, Any, Any, str], ...] = (
-        ("model", model, nn.Module, "a torch.nn.Module"),
-        ("data", data, Data, "a Data, the graph; HeteroData can't be verified"),
-        ("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None"),
-        ("call", call or print, Callable, "a function of model and data, or None"),
-    )
-    for given in kinds:
-        check_type(*given)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("data", data, Data, "a Data, the graph; HeteroData can't be verified")
+    check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
+    check_type("call", call or print, Callable, "a function of model and data, or None")
     if any(isinstance(value, NodeTensor) for _, value in data):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     fits = isinstance(tolerance, int | float) and tolerance >= 0

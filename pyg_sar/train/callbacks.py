@@ -30,34 +30,35 @@ LONG_EPOCH = 15.0
 """Seconds after which an epoch that goes on says so."""
 
 
-class _Ticking:
-    """Calls ``tell`` with the seconds of a long epoch so far, each ``every`` seconds, on a
-    thread.
-    """
+class _Ticking(Callback):
+    """Calls a function with the seconds of a long epoch so far, every so often, on a thread."""
 
-    def __init__(self, every: float, tell: Callable[[float], object]) -> None:
-        self._every, self._tell = every, tell
+    _over: threading.Event | None = None
+
+    def start(self, every: float, tell: Callable[[float], object]) -> None:
+        """Starts the calls of ``tell`` in the epochs that take ``every`` seconds and more."""
         self._begin, self._over = time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(every, tell), daemon=True)
         self._thread.start()
 
-    def again(self) -> None:
-        """An epoch begins."""
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         self._begin = time.monotonic()
 
     def close(self) -> None:
-        """Ends the calls."""
-        self._over.set()
-        self._thread.join()
+        if self._over is not None:
+            self._over.set()
+            self._thread.join()
+            self._over = None
 
-    def _run(self) -> None:
-        while not self._over.wait(self._every):
+    def _run(self, every: float, tell: Callable[[float], object]) -> None:
+        over = self._over
+        while over is not None and not over.wait(every):
             passed = time.monotonic() - self._begin
-            if passed >= self._every:
-                self._tell(passed)
+            if passed >= every:
+                tell(passed)
 
 
-class TqdmProgress(Callback):
+class TqdmProgress(_Ticking):
     """A progress bar over the epochs with loss and accuracies, on rank 0.
 
     Args:
@@ -68,7 +69,6 @@ class TqdmProgress(Callback):
         self.description = description
         self._bar: tqdm[Any] | None = None
         self._scores: Scores | None = None
-        self._ticking: _Ticking | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.comm.writes:
@@ -79,7 +79,7 @@ class TqdmProgress(Callback):
                 desc=self.description,
                 unit="epoch",
             )
-            self._ticking = _Ticking(1.0, lambda _: bar.refresh())
+            self.start(1.0, lambda _: bar.refresh())
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         if self._bar is None:
@@ -89,15 +89,13 @@ class TqdmProgress(Callback):
         self._bar.update()
 
     def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.close()
-            self._ticking = None
+        super().close()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
-class LineProgress(Callback):
+class LineProgress(_Ticking):
     """A line per evaluation, on rank 0: for logs, where a bar would be noise.
 
     An epoch that takes long has a line every 15 seconds, with the bytes that a store has moved.
@@ -108,7 +106,6 @@ class LineProgress(Callback):
 
     def __init__(self, write: Callable[[str], object] = _write_line) -> None:
         self.write = write
-        self._ticking: _Ticking | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         if not trainer.comm.writes:
@@ -123,16 +120,10 @@ class LineProgress(Callback):
                 text += f", {moved} moved by the store since the start"
             self.write(text)
 
-        self._ticking = _Ticking(LONG_EPOCH, tell)
-
-    def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.close()
-            self._ticking = None
+        self.start(LONG_EPOCH, tell)
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
-        if self._ticking is not None:
-            self._ticking.again()
+        super().on_epoch(trainer, record)
         if trainer.comm.writes and record.scores is not None:
             figures = _figures(record.loss, record.scores)
             text = "  ".join(f"{name} {value}" for name, value in figures.items())

@@ -108,9 +108,10 @@ class Report(Callback):
         self._epochs += 1
         workers = self._gather_figures(trainer.comm)
         if trainer.comm.writes:
-            line = json.dumps(_line(record) | workers) + "\n"
+            line = asdict(record)
+            line |= (line.pop("scores") or {}) | workers
             with self._going_on():
-                _append(self.folder / _METRICS, line)
+                _append(self.folder / _METRICS, json.dumps(line) + "\n")
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         assert self._ledger is not None and self._hosted is not None
@@ -229,12 +230,6 @@ def _worker_of(comm: Communicator) -> list[int]:
     """Returns the worker of each rank: several parts may be in one."""
     ranks = list(range(comm.world_size))
     return ranks if comm.host is None else list(comm.host.worker_of)
-
-
-def _line(record: EpochRecord) -> dict[str, Any]:
-    line = asdict(record)
-    scores = line.pop("scores") or {}
-    return line | scores
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
