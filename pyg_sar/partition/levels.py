@@ -30,23 +30,6 @@ SURELY_NODES = (*NODE_NAMES, "y", "z", "batch", "normal")
 LEVELS = ("node", "edge", "graph")
 
 
-def encode_attributes(
-    data: Data, num_nodes: int, levels: Mapping[str, str] | None = None
-) -> dict[str, Column]:
-    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size.
-
-    ``levels`` are those that the caller says (:func:`level_of`). What can't be told is refused.
-    """
-    data = fresh(data)
-    data.num_nodes, num_edges = num_nodes, data.num_edges
-
-    def level(name: str, value: Any) -> str:
-        return _asked_level(data, name, value, num_nodes, num_edges, levels)
-
-    counts = {"node": num_nodes, "edge": num_edges}
-    return encode_all(data.to_dict(), level, counts, "the graph")
-
-
 def check_levels(levels: Mapping[str, str] | None, names: Collection[str]) -> None:
     """Raises ``TypeError`` or ``ValueError`` where ``levels`` is no dict of attributes' levels."""
     if not isinstance(levels or {}, Mapping):
@@ -60,84 +43,80 @@ def check_levels(levels: Mapping[str, str] | None, names: Collection[str]) -> No
             raise ValueError(f"'levels' names {name!r}, which 'data' does not have")
 
 
-def level_of(
-    data: Data,
-    name: str,
-    value: Any,
-    num_nodes: int,
-    num_edges: int,
-    levels: Mapping[str, str] | None = None,
-) -> str:
-    """Returns ``'node'``, ``'edge'`` or ``'graph'``: what an attribute's rows are.
+class Levels:
+    """Says of a graph's attributes what their rows are: ``'node'``, ``'edge'`` or ``'graph'``.
 
-    It is what ``levels`` says, else what PyG takes them for (``data.is_node_attr``,
-    ``data.is_edge_attr``); sparse matrices go by their number of rows.
+    ``said`` are the levels that the caller says; ``data`` is a copy without PyG's cache of levels,
+    which may be stale, or a batch's sizes.
     """
-    if levels and name in levels:
-        count = {"node": num_nodes, "edge": num_edges}.get(levels[name])
-        if count is not None and rows_of(name, value) != count:
+
+    def __init__(
+        self, data: Data, num_nodes: int | None = None, said: Mapping[str, str] | None = None
+    ) -> None:
+        self.data, self._said = copy.copy(data), said or {}
+        vars(self.data._store).pop("_num_nodes", None)  # to_dict() would list it as an attribute.
+        if num_nodes is not None:
+            self.data.num_nodes = num_nodes
+        self.counts = {"node": int(self.data.num_nodes or 0), "edge": self.data.num_edges}
+
+    def of(self, name: str, value: Any) -> str:
+        """Returns an attribute's level.
+
+        It is what the caller says, else what PyG takes its rows for (``data.is_node_attr``,
+        ``data.is_edge_attr``); sparse matrices go by their number of rows.
+        """
+        if name in self._said:
+            level, rows = self._said[name], rows_of(name, value)
+            if rows != self.counts.get(level, rows):
+                raise ValueError(
+                    f"levels[{name!r}] is {level!r}, but it has {counted(rows, 'rows')} instead of "
+                    f"{self.counts[level]}"
+                )
+            return level
+        num_nodes, num_edges = self.counts.values()
+        if is_sparse(value):
+            rows = value.size(0)
+            if "adj" in name or rows not in (num_nodes, num_edges):
+                raise ValueError(
+                    f"The sparse attribute '{name}' of shape [{value.size(0)}, {value.size(1)}] "
+                    f"has no row per node ({num_nodes}) or edge ({num_edges}); keep edges in "
+                    f"'edge_index', and delete '{name}'"
+                )
+            edge = rows == num_edges and (num_nodes != num_edges or "edge" in name)
+            return "edge" if edge else "node"
+        if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
+            return "graph"
+        if num_nodes == num_edges == rows_of(name, value) and "edge" in name:
+            return "edge"  # PyG takes lists for nodes, whatever their name.
+        if self.data.is_node_attr(name):
+            return "node"
+        return "edge" if self.data.is_edge_attr(name) else "graph"
+
+    def told(self, name: str, value: Any) -> str:
+        """Returns the level; raises where rows could be nodes or edges, and nothing tells which."""
+        level = self.of(name, value)
+        known = name in self._said or name in SURELY_NODES
+        known = known or "node" in name or name.endswith("_mask")
+        if level == "node" and self.counts["node"] == self.counts["edge"] and not known:
             raise ValueError(
-                f"levels[{name!r}] is {levels[name]!r}, but it has "
-                f"{counted(rows_of(name, value), 'rows')} instead of {count}"
+                f"The attribute '{name}' has {counted(self.counts['node'], 'rows')}, and the graph "
+                f"has as many edges as nodes: rename it to 'edge_{name}' or 'node_{name}', or pass "
+                f"levels={{'{name}': 'edge'}} or levels={{'{name}': 'node'}} to write_partitions() "
+                f"(--levels {name}=edge)"
             )
-        return levels[name]
-    return _level_by_rows(data, name, value, num_nodes, num_edges)
+        return level
 
 
-def _asked_level(
-    data: Data,
-    name: str,
-    value: Any,
-    num_nodes: int,
-    num_edges: int,
-    levels: Mapping[str, str] | None,
-) -> str:
-    """Returns the level; raises where rows could be nodes or edges, and nothing tells which."""
-    level = level_of(data, name, value, num_nodes, num_edges, levels)
-    told = name in (levels or {}) or name in SURELY_NODES
-    told = told or "node" in name or name.endswith("_mask")
-    if level == "node" and num_nodes == num_edges and not told:
-        raise ValueError(
-            f"The attribute '{name}' has {counted(num_nodes, 'rows')}, and the graph has as many "
-            f"edges as nodes: rename it to 'edge_{name}' or 'node_{name}', or pass "
-            f"levels={{'{name}': 'edge'}} or levels={{'{name}': 'node'}} to write_partitions() "
-            f"(--levels {name}=edge)"
-        )
-    return level
-
-
-def fresh(data: Data) -> Data:
-    """Returns a copy without PyG's cache of levels, which may be stale, or a batch's sizes."""
-    data = copy.copy(data)
-    vars(data._store).pop("_num_nodes", None)  # to_dict() would list it among the attributes.
-    return data
-
-
-def levels_of(data: Data, levels: Mapping[str, str] | None = None) -> dict[str, str]:
+def levels_of(data: Data, said: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the levels of all attributes of a graph by name."""
-    data = fresh(data)
-    sizes = data.num_nodes, data.num_edges
-    return {
-        name: _asked_level(data, name, value, *sizes, levels)
-        for name, value in named_attributes(data.to_dict())
-    }
+    levels = Levels(data, None, said)
+    attributes = named_attributes(levels.data.to_dict())
+    return {name: levels.told(name, value) for name, value in attributes}
 
 
-def _level_by_rows(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
-    if is_sparse(value):
-        rows = value.size(0)
-        if "adj" in name or rows not in (num_nodes, num_edges):
-            raise ValueError(
-                f"The sparse attribute '{name}' of shape [{value.size(0)}, {value.size(1)}] "
-                f"has no row per node ({num_nodes}) or edge ({num_edges}); keep edges in "
-                f"'edge_index', and delete '{name}'"
-            )
-        edge = rows == num_edges and (num_nodes != num_edges or "edge" in name)
-        return "edge" if edge else "node"
-    if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
-        return "graph"
-    if num_nodes == num_edges == rows_of(name, value) and "edge" in name:
-        return "edge"  # PyG takes lists for nodes, whatever their name.
-    if data.is_node_attr(name):
-        return "node"
-    return "edge" if data.is_edge_attr(name) else "graph"
+def encode_attributes(
+    data: Data, num_nodes: int, said: Mapping[str, str] | None = None
+) -> dict[str, Column]:
+    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size."""
+    levels = Levels(data, num_nodes, said)
+    return encode_all(levels.data.to_dict(), levels.told, levels.counts, "the graph")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.attributes import Attribute, Column, encode, named_attributes, rows_of
-from pyg_sar.partition.levels import fresh, level_of
+from pyg_sar.partition.levels import Levels
 from pyg_sar.wording import counted
 
 NodeIds = Sequence[str] | Mapping[str, bool]
@@ -317,16 +317,14 @@ def without_lists(
     """Returns the graph without its lists of node ids, and these.
 
     ``said`` is as of :func:`take_lists`, ``levels`` as of
-    :func:`~pyg_sar.partition.levels.level_of`.
+    :func:`~pyg_sar.partition.levels.Levels`.
     """
-    data = fresh(data)
-    data.num_nodes, num_edges = num_nodes, data.num_edges
+    found = Levels(data, num_nodes, levels)
+    data = found.data
 
     def level(name: str, value: Any) -> str:
-        found = level_of(data, name, value, num_nodes, num_edges, levels)
-        return (
-            "graph of the batch" if found == "graph" and rows_of(name, value) == graphs else found
-        )
+        own = found.of(name, value)
+        return "graph of the batch" if own == "graph" and rows_of(name, value) == graphs else own
 
     batch = integers(data.get("batch"))
     graphs = int(batch.max()) + 1 if batch is not None and batch.numel() else -2
