@@ -17,16 +17,8 @@ def geometric_assignment(pos: Tensor, weight: Tensor, num_parts: int) -> Tensor:
     has :math:`\lfloor p/2 \rfloor / p` of their weight, as nearly as whole nodes allow. Nodes of
     one coordinate are cut by their ids.
 
-    Args:
-        pos: Positions, ``[N, D]`` or ``[N]``, finite.
-        weight: What each node counts, positive, ``[N]``.
-        num_parts: Parts P, any number.
-
-    Returns:
-        The part of each node, int64, ``[N]``; the same on every machine.
-
-    Raises:
-        ValueError: ``pos`` holds no finite positions.
+    ``pos`` are positions, ``[N, D]`` or ``[N]``, finite; ``weight`` is what each node counts,
+    positive, ``[N]``. Returns the part of each node, int64, ``[N]``; the same on every machine.
 
     Source: Berger and Bokhari, "A Partitioning Strategy for Nonuniform Problems on
     Multiprocessors", IEEE Trans. Computers 1987.

@@ -98,19 +98,10 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
     of workers. What a model computes on it is an estimate of what it computes on the whole graph.
 
     Args:
-        data: What :func:`pyg_sar.load_partition` gave.
-        seeds: The nodes of the batch, as of :func:`pyg_sar.partition.message_flow_graphs`.
+        data, seeds: As of :func:`pyg_sar.partition.message_flow_graphs`, which also says what is
+            returned; degrees are those among the sampled edges.
         num_neighbors: The most in-edges of a node, by hop from the seeds; -1 keeps all.
         key: Which draw: another number for each batch and epoch.
-
-    Returns:
-        A ``Data`` as of :func:`message_flow_graphs`. Degrees are those among its edges.
-
-    Raises:
-        TypeError: When ``data`` is no graph with one type of nodes.
-        ValueError: When the seeds are no nodes, or none, or ``num_neighbors`` is no list of
-            integers, -1 or at least 1.
-        IndexError: When the seeds are ids of no nodes.
     """
     edges, layers = distributed_edges(data), len(num_neighbors)
     fits = layers and not any(isinstance(n, bool) or n == 0 or n < -1 for n in num_neighbors)

@@ -134,43 +134,17 @@ def _stores_of_hetero(data: HeteroData, node_ids: NodeIds | None, whole: bool) -
 # Its parts ###############################################################################
 
 
-class SplitGraph:
-    """A graph's stores, and which part owns what.
-
-    ``parts`` is the part of each node by type; ``''`` is the type of a ``Data``. Rows grouped by
-    part go to ``scratch``. See [Note: bounded memory].
-    """
-
-    def __init__(
-        self,
-        stores: Sequence[WholeStore],
-        parts: Mapping[str, Tensor],
-        num_parts: int,
-        scratch: Scratch | None = None,
-    ) -> None:
-        self.nodes = {name: NodeOrder.of(part, num_parts) for name, part in parts.items()}
-        self._split = [_SplitStore(store, self.nodes, scratch) for store in stores]
-        self.layouts = {
-            store.info.key: split.layout
-            for store, split in zip(stores, self._split, strict=True)
-            if split.layout is not None
-        }
-
-    def tensors(self, p: int) -> PartTensors:
-        """Returns the tensors of part ``p``, by their names in its file."""
-        found: PartTensors = {}
-        for split in self._split:
-            found |= split.tensors(p)
-        return found
-
-
 class _SplitStore:
-    """A store, and which part owns what of it."""
+    """A store, and which part owns what of it.
+
+    ``nodes`` are those of each type. Rows grouped by part go to ``scratch``. See [Note: bounded
+    memory].
+    """
 
     def __init__(
         self, store: WholeStore, nodes: Mapping[str, NodeOrder], scratch: Scratch | None
     ) -> None:
-        self._store = store
+        self._store, self.key = store, store.info.key
         self.layout: Layout | None = None
         owners: dict[str, tuple[Owners, Tensor]] = {}
         if "node" in store.info.totals:
@@ -232,15 +206,20 @@ def prepare(
     masks = _train_masks(stores)
     marked = _marked(masks, method) if balance_training else None
     parts = _assign(stores, num_parts, method, seed, report, scratch, marked)
-    split = SplitGraph(stores, parts, num_parts, scratch)
+    order = {name: NodeOrder.of(part, num_parts) for name, part in parts.items()}
+    split = [_SplitStore(store, order, scratch) for store in stores]
+    layouts = {one.key: one.layout for one in split if one.layout is not None}
     if is_hetero([store.info for store in stores]):
-        statistics: PartitionStatistics
-        statistics = hetero_statistics(split.nodes, split.layouts, masks, num_parts)
+        statistics: PartitionStatistics = hetero_statistics(order, layouts, masks, num_parts)
     else:
-        statistics = partition_statistics(split.layouts[None], masks.get(""))
+        statistics = partition_statistics(layouts[None], masks.get(""))
     if scratch is not None:
         scratch.check(statistics.nodes, statistics.edges, row_bytes)
-    return _header(stores, statistics, method, seed), statistics, split.tensors
+
+    def tensors(p: int) -> PartTensors:
+        return {name: tensor for one in split for name, tensor in one.tensors(p).items()}
+
+    return _header(stores, statistics, method, seed), statistics, tensors
 
 
 def _total(stores: Sequence[WholeStore], level: str) -> int:
