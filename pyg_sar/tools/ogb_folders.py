@@ -34,7 +34,6 @@ import gzip
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -302,20 +301,18 @@ def _matrix(path: Path, name: str, expected: int | None = None, copies: int = 1)
 
 def _edges(path: Path, both_directions: bool) -> Tensor:
     """Returns ``edge_index``; of both directions an edge's reverse stands behind it."""
-    with ExitStack() as files:
-        ends: list[ColumnFile] = []
-        for rows in _rows(path):
-            if rows.shape[1] != 2:
-                raise ValueError(f"Expected '{path}' to have the columns source and target")
-            pairs = _whole(path, rows)
-            for end in (0, 1):
-                order = [end, 1 - end] if both_directions else [end]
-                values = pairs[:, order].reshape(-1)
-                if len(ends) == end:
-                    file = files.enter_context(tempfile.TemporaryFile())
-                    ends.append(ColumnFile(path, "a column", values, file))
-                ends[end].add(values)
-        return joined_ends(ends)
+
+    def convert(rows: Array) -> Array:
+        if rows.shape[1] != 2:
+            raise ValueError(f"Expected '{path}' to have the columns source and target")
+        pairs = _whole(path, rows)
+        if not both_directions:
+            return pairs
+        return np.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)
+
+    with tempfile.TemporaryFile() as file:
+        pairs = _copied(path, convert, file).array()
+    return joined_ends(list(pairs.T))
 
 
 def _labels(path: Path, expected: int | None) -> Tensor:

@@ -181,7 +181,7 @@ def _with_ends(
                 f"Expected '{name}' of {table} to hold node ids, text or integers from 0 "
                 f"(got {columns[name].dtype})"
             )
-        ends.append(columns.pop(name))
+        ends.append(columns.pop(name).array())
     others = {name: column.tensor() for name, column in columns.items()}
     if not alone or ids.numbers is not None:
         return {"edge_index": joined_ends(ends)} | others
@@ -189,13 +189,12 @@ def _with_ends(
     return {"edge_index": joined_ends(ends, ids), "num_nodes": nodes} | others
 
 
-def _number_ends(ends: list[ColumnFile], ids: NodeIds) -> int:
+def _number_ends(ends: list[Array], ids: NodeIds) -> int:
     """Numbers the integers that edges name, in ascending order; returns how many there are."""
     distinct = np.empty(0, np.int64)
     for end in ends:
-        values = end.array()
-        for first in range(0, len(values), 64 * _ROWS):
-            distinct = np.union1d(distinct, values[first : first + 64 * _ROWS])
+        for first in range(0, len(end), 64 * _ROWS):
+            distinct = np.union1d(distinct, end[first : first + 64 * _ROWS])
     ids.add(distinct, 0)
     return len(distinct)
 
@@ -319,16 +318,15 @@ class ColumnFile:
         return torch.from_numpy(self.array())
 
 
-def joined_ends(ends: list[ColumnFile], ids: NodeIds | None = None) -> Tensor:
+def joined_ends(ends: list[Array], ids: NodeIds | None = None) -> Tensor:
     """Returns an ``edge_index`` of two columns, numbered by ``ids``, in another file."""
-    rows = ends[0].rows
+    rows = len(ends[0])
     if not rows:
         return torch.empty(2, 0, dtype=torch.long)
     with tempfile.TemporaryFile() as file:
         for end in ends:
-            values = end.array()
             for first in range(0, rows, _ROWS):
-                part = values[first : first + _ROWS]
+                part = end[first : first + _ROWS]
                 numbers = part if ids is None else ids.numbers_of(part, "a column")
                 file.write(numbers.astype(np.int64).data)
         file.flush()
