@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import ALIGNMENT, check_type
+from pyg_sar.files import check_type
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.global_view import random_digest, share_random_states, whole_graph
 from pyg_sar.partition.loading import agree, place_of
@@ -186,44 +187,22 @@ def _sent(
 ) -> tuple[dict[str, Any], PartTensors]:
     """Sends each part from the rank that has the graph; returns metadata and tensors of one's own.
 
-    A part is one message of bytes, in which each tensor begins at a multiple of 64.
+    A part is one message: the bytes of a safetensors file.
     """
-    here = comm.rank == source
     sends: list[Tensor | None] = [None] * comm.world_size
-    recvs, tables = list(sends), []
-    if tensors_of is not None:
-        for p in range(comm.world_size):
-            part = tensors if p == source else tensors_of(p)
-            tables.append(
-                [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in part.items()]
-            )
-            if p != source:
-                sends[p] = _packed(part).to(comm.device)
-    content, tables = comm.broadcast_object((content, tables), source, label=_LABEL)
-    if not here:
-        places = [
-            (name, getattr(torch, dtype), shape, torch.Size(shape).numel())
-            for name, dtype, shape in tables[comm.rank]
-        ]
-        sizes = [count * dtype.itemsize for _, dtype, _, count in places]
-        size = sum(-(-n // ALIGNMENT) * ALIGNMENT for n in sizes)
+    recvs, sizes = list(sends), [0] * comm.world_size
+    for p in range(comm.world_size) if tensors_of is not None else ():
+        if p != source and tensors_of is not None:
+            packed = torch.frombuffer(bytearray(save(tensors_of(p))), dtype=torch.uint8)
+            sends[p], sizes[p] = packed.to(comm.device), packed.numel()
+    content, sizes = comm.broadcast_object((content, sizes), source, label=_LABEL)
+    if comm.rank != source:
+        size = sizes[comm.rank]
         recvs[source] = torch.empty(size, dtype=torch.uint8, device=comm.device)
     comm.exchange_all(sends, recvs, label=_LABEL).wait()
-    packed = recvs[source]
-    if packed is None:
+    received = recvs[source]
+    if received is None:
         return content, tensors
-    found, start, packed = {}, 0, packed.cpu()
-    for (name, dtype, shape, _), size in zip(places, sizes, strict=True):
-        # A copy of its own, which is freed when the tensor is.
-        found[name] = packed[start : start + size].clone().view(dtype).view(shape)
-        start += -(-size // ALIGNMENT) * ALIGNMENT
-    return content, found
-
-
-def _packed(tensors: PartTensors) -> Tensor:
-    """Returns the bytes of tensors, each filled up to a multiple of 64."""
-    pieces = [torch.empty(0, dtype=torch.uint8)]
-    for tensor in tensors.values():
-        pieces.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        pieces.append(torch.zeros(-tensor.nbytes % ALIGNMENT, dtype=torch.uint8))
-    return torch.cat(pieces)
+    found = load(received.cpu().numpy().tobytes())
+    # Copies of their own, each of which is freed when the tensor is.
+    return content, {name: tensor.clone() for name, tensor in found.items()}
