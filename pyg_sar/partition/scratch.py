@@ -24,8 +24,6 @@ from pyg_sar.kernels.ops import sort_edges
 from pyg_sar.partition.unfinished import Unfinished
 from pyg_sar.wording import counted
 
-Unsigned = NDArray[np.uint64]
-
 PER_NODE = 64
 """Bytes for each node that stay in memory: its part, rank and place, and what sorts them."""
 _PER_EDGE = 120  # bytes for each edge of a piece that is sorted by part
@@ -233,22 +231,25 @@ def grouped(
 
 def is_symmetric(edge_index: Tensor) -> bool:
     """Says if each edge comes as often as its reverse, by sums of two hashes of 64 bits."""
-    found, odd = np.zeros(2, dtype=np.uint64), np.uint64(_ODD)
-    for first in range(0, edge_index.size(1), 2**16):
-        ends = edge_index[:, first : first + 2**16].numpy().astype(np.uint64)
+    found = torch.zeros(2, dtype=torch.long)
+    for ends in edge_index.split(2**16, dim=1):
         for k in range(2):
-            source, target = _hashed(ends + np.uint64(k << 62))
-            forth, back = _hashed(source * odd + target), _hashed(target * odd + source)
-            found[k : k + 1] += (forth - back).sum(keepdims=True)
-    return not found.any()
+            source, target = mixed(ends.long() + (k << 62))
+            forth, back = mixed(source * _ODD + target), mixed(target * _ODD + source)
+            found[k] += (forth - back).sum()
+    return not bool(found.any())
 
 
-_ODD = 0x9E3779B97F4A7C15
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
-def _hashed(values: Unsigned) -> Unsigned:
-    """Returns SplitMix64's hash of each value (Steele et al., OOPSLA 2014)."""
-    values = values + np.uint64(_ODD)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def mixed(values: Tensor) -> Tensor:
+    """Returns SplitMix64's hash of each int64 number (Steele et al., OOPSLA 2014)."""
+    values = values.long() + _ODD
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ _shifted(values, shift)) * (factor - 2**64)
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, by: int) -> Tensor:
+    return (values >> by) & ((1 << (64 - by)) - 1)

@@ -19,6 +19,7 @@ from torch_geometric.data import Data
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import from_json, to_json
+from pyg_sar.partition.scratch import mixed
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.checkpoint import Checkpoint
 from pyg_sar.train.evaluation import Graph
@@ -293,13 +294,13 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
     ids = torch.arange(rows, device=values.device)
     if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
         ids, values, member = values.rows.ids, values.to_local(), member.to_local()
-    node = _mixed(_mixed(_mixed(ids) + _bits(values)) + member)
+    node = mixed(mixed(mixed(ids) + _bits(values)) + member)
     owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
     pairs = edges.as_subclass(Tensor) if joined is None else joined.global_ids()
     edge = 0
     for source, target in zip(*(end.split(_CHUNK) for end in pairs), strict=True):
-        edge += int(_mixed(_mixed(source) + target).sum())
-    mine = [int(node.sum()), edge, int(_mixed(owned).sum())]
+        edge += int(mixed(mixed(source) + target).sum())
+    mine = [int(node.sum()), edge, int(mixed(owned).sum())]
     whole = isinstance(targets.values, NodeTensor), joined is not None
     columns = list(zip(*comm.all_gather_object(mine), strict=True))
     nodes, ends = (
@@ -321,17 +322,5 @@ def _bits(targets: Tensor) -> Tensor:
         columns = columns.double().view(torch.int64)
     rows = columns[:, 0].long()
     for k in range(1, columns.size(1)):
-        rows = _mixed(rows) + columns[:, k].long()
+        rows = mixed(rows) + columns[:, k].long()
     return rows
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """Returns hashes of int64 numbers (the last steps of the generator SplitMix64)."""
-    mixed = values.long() + (0x9E3779B97F4A7C15 - 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ _shifted(mixed, shift)) * (factor - 2**64)
-    return mixed ^ _shifted(mixed, 31)
-
-
-def _shifted(values: Tensor, by: int) -> Tensor:
-    return (values >> by) & ((1 << (64 - by)) - 1)
