@@ -19,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.comm.group import current
+from pyg_sar.comm.agreement import raised_everywhere
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import (
     TemporaryFolder,
@@ -366,63 +368,59 @@ def add_attributes(
         ValueError: On every worker, where an attribute is there already, or has other rows.
         PartitionError: On every worker, where a part can't be read or written.
     """
-    comm, out, scratch = current(), Path(out), ""
+    comm, out = current(), Path(out)
     folder: TemporaryFolder | None = None
-    problem = ""
-    if comm.rank == 0:
-        try:
-            _check_target(out, overwrite)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            folder = TemporaryFolder.beside(out)
-            scratch = os.fspath(folder.path / "parts")
-            Path(scratch).mkdir()
-        except OSError as error:
-            problem = str(explained(error, out))
-    problem, scratch = comm.broadcast_object((problem, scratch))
-    if problem:
-        raise PartitionError(problem)
-    found: Any = None
     described: dict[str, Any] = {}
-    try:
-        metadata = read_metadata(root)
-        metadata.check_world_size(comm.world_size, comm.host is not None)
-        tensors = dict(read_part(root, comm.rank, metadata=metadata))
-        for name, value in attributes.items():
-            _check(name, value, metadata)
-            column = encode(name, _own_rows(value, tensors["n_id"]), "node")
-            whole = column.attribute.as_dict()
-            described[name] = whole | {"shape": [metadata.num_nodes, *whole["shape"][1:]]}
-            for suffix, full in tensor_names(name, column.attribute).items():
-                tensors[full] = column.tensors[suffix].contiguous()
-        if not Path(scratch).is_dir():
-            raise PartitionError(f"'{out}' is no folder that all workers share (rank {comm.rank})")
-        found = _write_part(Path(scratch), tensors, comm.rank, metadata.num_parts)
-    except (OSError, SafetensorError, PartitionError, ValueError) as error:
-        problem = f"{explained(error, out)}"
-    gathered = comm.all_gather_object((problem, found, described))
-    problem = next((text for text, _, _ in gathered if text), "")
-    if not problem and any(shapes != described for _, _, shapes in gathered):
-        problem = f"the workers' attributes differ in name, dtype or shape: {sorted(described)}"
-    if folder is not None:
-        try:
-            if not problem:
+    with ExitStack() as stack:
+        with _on_all(comm, out):
+            if comm.rank == 0:
+                _check_target(out, overwrite)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                folder = TemporaryFolder.beside(out)
+                stack.callback(folder.close)
+                (folder.path / "parts").mkdir()
+        target = Path(comm.broadcast_object(f"{folder.path}/parts" if folder else ""))
+        with _on_all(comm, out):
+            metadata = read_metadata(root)
+            metadata.check_world_size(comm.world_size, comm.host is not None)
+            tensors = dict(read_part(root, comm.rank, metadata=metadata))
+            for name, value in attributes.items():
+                _check(name, value, metadata)
+                column = encode(name, _own_rows(value, tensors["n_id"]), "node")
+                whole = column.attribute.as_dict()
+                described[name] = whole | {"shape": [metadata.num_nodes, *whole["shape"][1:]]}
+                for suffix, full in tensor_names(name, column.attribute).items():
+                    tensors[full] = column.tensors[suffix].contiguous()
+            if not target.is_dir():
+                raise PartitionError(f"'{out}' is no folder that all workers share")
+            found = _write_part(target, tensors, comm.rank, metadata.num_parts)
+        gathered = comm.all_gather_object((found, described))
+        with _on_all(comm, out):
+            if any(shapes != described for _, shapes in gathered):
+                names = sorted(described)
+                raise PartitionError(
+                    f"the workers' attributes differ in name, dtype or shape: {names}"
+                )
+            if folder is not None:
                 content = json.loads(read_text(Path(root) / METADATA))
                 content.pop("checksum")
                 content["attributes"] |= described
                 for row in content.get("series", {}).values():
                     for file in row["files"]:
-                        shutil.copyfile(Path(root) / file["file"], Path(scratch) / file["file"])
-                _write_metadata(
-                    Path(scratch), content | {"parts": [part for _, part, _ in gathered]}
-                )
-                _publish(folder, Path(scratch), out, overwrite)
-        except OSError as error:
-            problem = str(explained(error, out))
-        finally:
-            folder.close()
-    problem = comm.broadcast_object(problem)
-    if problem:
-        raise PartitionError(problem)
+                        shutil.copyfile(Path(root) / file["file"], target / file["file"])
+                _write_metadata(target, content | {"parts": [part for part, _ in gathered]})
+                _publish(folder, target, out, overwrite)
+
+
+@contextmanager
+def _on_all(comm: Communicator, out: Path) -> Iterator[None]:
+    """Raises what any worker meets as a ``PartitionError`` of all of them."""
+    caught = OSError, SafetensorError, PartitionError, ValueError
+    with raised_everywhere(comm, PartitionError, "", *caught):
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise explained(error, out) from error
 
 
 def _own_rows(value: Tensor, n_id: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from pyg_sar.comm.group import current
+from pyg_sar.comm.agreement import raised_everywhere
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.files import TemporaryFolder, replace_file
 from pyg_sar.partition.loading import load_partition
@@ -248,43 +250,29 @@ def write_table(
         path: The file.
     """
     comm, path = current(), Path(path).absolute()
-    begun: list[Any] = ["", None]
-    folder: TemporaryFolder | None = None
-    if comm.rank == 0:
-        try:
-            arrow(path)
-            folder = TemporaryFolder.beside(path)
-            begun[0] = os.fspath(folder.path)
-        except (ImportError, OSError) as error:
-            begun[1] = _described(error)
-    name, trouble = comm.broadcast_object(begun)
-    _raise(trouble, path)
-    rows = Path(name)
-    try:
+    with ExitStack() as stack:
+        made = ""
+        with _on_all(comm, path):
+            if comm.rank == 0:
+                arrow(path)
+                made = os.fspath(stack.enter_context(TemporaryFolder.beside(path)))
+        rows = Path(comm.broadcast_object(made))
         write_rows(values.reshape(len(values), -1), places, rows / "rows.npy")
         if names is not None:
             write_rows(names, places, rows / "names.npy")
-        if comm.rank == 0:
-            try:
+        with _on_all(comm, path):
+            if comm.rank == 0:
                 replace_file(path, lambda file: _convert(rows, file, path.suffix))
-            except OSError as error:
-                trouble = _described(error)
-        _raise(comm.broadcast_object(trouble), path)
-    finally:
-        if folder is not None:
-            folder.close()
 
 
-def _described(error: Exception) -> list[Any]:
-    number = error.errno if isinstance(error, OSError) else None
-    return [isinstance(error, ImportError), number, str(getattr(error, "strerror", error) or error)]
-
-
-def _raise(trouble: list[Any] | None, path: Path) -> None:
-    if trouble is not None and trouble[0]:
-        raise ImportError(trouble[2])
-    if trouble is not None:
-        raise OSError(*trouble[1:], os.fspath(path))
+@contextmanager
+def _on_all(comm: Communicator, path: Path) -> Iterator[None]:
+    """Raises an error of rank 0, that a table can't be written, as a ``UsageError`` of all."""
+    with raised_everywhere(comm, UsageError, "", ImportError, OSError):
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"{error.strerror or error}: {os.fspath(path)!r}") from error
 
 
 def _convert(folder: Path, file: Path, suffix: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from pyg_sar.comm.agreement import raised_everywhere
 from pyg_sar.comm.devices import count_gpus
 from pyg_sar.comm.environment import find_launcher, read_environment
 from pyg_sar.comm.group import Communicator, join
@@ -221,18 +222,10 @@ def tell_agent(error: BaseException) -> None:
 
 def _agreed_parts(root: str, comm: Communicator) -> int:
     """Returns the number of parts in a folder, which each worker's host must have. Collective."""
-    found, problem = 0, ""
-    try:
+    with raised_everywhere(comm, PartitionError, "", PartitionError):
         found = read_metadata(root).num_parts
-    except PartitionError as error:
-        problem = str(error)
-    everyone = comm.all_gather_object([found, problem])
-    for rank, (_, text) in enumerate(everyone):
-        if text:
-            same = all(other == text for _, other in everyone)
-            raise PartitionError(text if same else f"rank {rank}: {text}")
     # Loading tells different partitions apart, on all workers.
-    return max(number for number, _ in everyone)
+    return max(comm.all_gather_object(found))
 
 
 def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from pyg_sar.comm.agreement import raised_everywhere
 from pyg_sar.comm.devices import other_states, random_states, set_other_states
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
@@ -32,8 +33,6 @@ from pyg_sar.files import check_path, replace_file, save_tensors
 from pyg_sar.reduction.parameters import check_replicas, check_tensors, shared_names
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.wording import Shown, counted
-
-__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT = "pyg_sar.train.checkpoint"
 _VERSION = 1
@@ -208,19 +207,10 @@ def _not_loaded(path: str | os.PathLike[str]) -> str:
     return f"Cannot load the checkpoint {os.fspath(path)!r}"
 
 
-@contextmanager
-def _all_or_none(comm: Communicator, what: str) -> Iterator[None]:
+def _all_or_none(comm: Communicator, what: str) -> AbstractContextManager[None]:
     """Raises an error of any worker on all of them. See [Note: all or none]."""
-    problem = None
-    try:
-        yield
-    except (CheckpointError, OSError, SafetensorError, TypeError, ValueError) as error:
-        problem = f"{what}: {error}"
-    problems = comm.from_everyone(problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            everywhere = problems.count(text) == len(problems)
-            raise CheckpointError(text if everywhere else f"{text} (rank {rank})")
+    caught = CheckpointError, OSError, SafetensorError, TypeError, ValueError
+    return raised_everywhere(comm, CheckpointError, f"{what}: ", *caught)
 
 
 def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: str) -> None:
