@@ -665,7 +665,7 @@ def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeyp
     def fail(arguments):
         raise error
 
-    monkeypatch.setattr(cli, "_demo", fail)
+    monkeypatch.setattr(cli, "run_demo", fail)
     assert cli.main(["demo"]) == code
     captured = capsys.readouterr().err
     assert captured == ("Interrupted: " if code == 130 else "pyg-sar: error: ") + f"{text}\n"

@@ -210,32 +210,28 @@ class Recorder:
         """Records for as long as it is open."""
         handles = []
         for name, module in watched(self._model).items():
-            before, after = self._before(name), self._after(name)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
+            # Functions: where a model copies a module, its hooks stay those of this recorder.
+            enter = lambda _, args, kwargs, name=name: self._enter(name, (args, kwargs))  # noqa: E731
+            leave = lambda _, args, result, name=name: self._leave(name, result)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
         try:
             yield self
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.active.append(name)
-            self._note(name, "input", (args, kwargs))
+    def _enter(self, name: str, given: Any) -> None:
+        self.active.append(name)
+        self._note(name, "input", given)
 
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            self._note(name, "output", result)
-            self._calls[name] += 1
-            if self._keep:
-                kept = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, result)
-                self.results.setdefault(name, []).append(kept)
-            self.active.pop()
-
-        return hook
+    def _leave(self, name: str, result: Any) -> None:
+        self._note(name, "output", result)
+        self._calls[name] += 1
+        if self._keep:
+            kept = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, result)
+            self.results.setdefault(name, []).append(kept)
+        self.active.pop()
 
     def _note(self, name: str, what: str, value: Any) -> None:
         for number, tensor in enumerate(floats(value)):

@@ -59,14 +59,10 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRun:
-    """The measurements of a worker, or of the single process.
-
-    Attributes:
-        losses: Per epoch.
-        base_memory: Bytes in use before training, the graph included.
-        peak_memory: The most bytes in use while training.
-        traffic: Bytes per kind: ``'fetch'`` and ``'refetch'`` received, ``'gradient'`` sent.
-        sent: All bytes sent, sums over workers included.
+    """The measurements of a worker, or of the single process: the loss of each epoch; bytes in use
+    before training, the graph included, and the most while training; bytes received of the kinds
+    ``'fetch'`` and ``'refetch'``, and sent of ``'gradient'``; all bytes sent, sums over workers
+    included.
     """
 
     losses: list[float]

@@ -1,26 +1,10 @@
 """Reads the graphs of the command line: one string names a source and its options.
 
-=========================================  =====================================================
-source                                     graph
-=========================================  =====================================================
-``synthetic``                              :class:`~pyg_sar.tools.graph_sources.SyntheticGraph`
-``cora``, ``photo``, ``wikics``, ...       a dataset of PyG by name; or ``Class/Name``, as in
-                                           ``Planetoid/Cora``, or ``Class``
-``ogbn-arxiv``, ...                        a node dataset of OGB: its raw files
-                                           (:mod:`~pyg_sar.tools.ogb_folders`), or downloaded by
-                                           ogb (needs the extra ``ogb``)
-``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_sources.load_npz`)
-``FILE.pt``                                a saved ``Data``
-``FILE.parquet``, ``FILE.csv``             a table of edges, and of nodes:
-                                           ``edges.csv:nodes=nodes.csv``
-``FOLDER``                                 arrays and tables, memory mapped
-                                           (:mod:`~pyg_sar.tools.graph_folders`); or OGB's raw
-                                           files, as in ``dataset/ogbn_arxiv``
-=========================================  =====================================================
-
-Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or ``wikics:split=3``. They are
-the fields of :class:`GraphOptions` and, for ``synthetic``, of ``SyntheticGraph``; for a table of
-edges ``nodes``, a table of nodes.
+Sources are ``synthetic``, datasets of PyG and OGB by name, files and folders: docs/partitioning.md
+has a table of them. Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or
+``wikics:split=3``. They are the fields of :class:`GraphOptions` and, for ``synthetic``, of
+:class:`~pyg_sar.tools.graph_sources.SyntheticGraph`; for a table of edges ``nodes``, a table of
+nodes.
 """
 
 from __future__ import annotations

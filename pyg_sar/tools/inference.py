@@ -120,9 +120,8 @@ def infer(
     if out is not None:
         _check_out(Path(out))
     if not is_part and (memory is not None or parts is not None):
-        return _in_parts(
-            model, data, out, memory, parts, workers, store, forward, node_type, policy
-        )
+        how = {"forward": forward, "node_type": node_type, "policy": policy}
+        return _in_parts(model, data, out, memory, parts, workers, store, how)
     if is_part:
         check_replicas(model, comm)
         with _put_aside(model):  # A copy: the caller's stays a plain model.
@@ -270,14 +269,12 @@ def _in_parts(
     parts: int | None,
     workers: int,
     store: str | os.PathLike[str] | None,
-    forward: Forward | None,
-    node_type: str | None,
-    policy: SARPolicy | None,
+    how: dict[str, Any],
 ) -> Tensor:
     size = None if memory is None else parse_bytes(memory, "memory")
     place = store or (None if out is None else Path(out).absolute().parent)
     folder = None if place is None else Path(place)
-    graph = (_needed(data) if forward is None else copy.copy(data)).cpu()
+    graph = (_needed(data) if how["forward"] is None else copy.copy(data)).cpu()
     with _put_aside(model), TemporaryFolder("pyg_sar-infer-", folder) as scratch:
         plain = model
         if any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
@@ -288,9 +285,8 @@ def _in_parts(
             hosting: dict[str, Any] = {"parts": count}
             if size is not None:
                 hosting |= {"memory": size, "store": str(scratch)}
-            task = (plain, root, os.fspath(path), forward, node_type, policy)
             try:
-                launch(_infer_part, workers, *task, **hosting)
+                launch(_infer_part, workers, plain, root, os.fspath(path), how, **hosting)
                 break
             except WorkerError as error:
                 more = "Cut the graph into more parts" in str(error)
@@ -299,18 +295,9 @@ def _in_parts(
         return _mapped(path) if out else torch.from_numpy(np.load(path, allow_pickle=False))
 
 
-def _infer_part(
-    model: nn.Module,
-    root: str,
-    path: str,
-    forward: Forward | None,
-    node_type: str | None,
-    policy: SARPolicy | None,
-) -> None:
+def _infer_part(model: nn.Module, root: str, path: str, how: dict[str, Any]) -> None:
     """Runs for each part. The model's own code sees the whole graph, as it does in one process."""
-    infer(
-        model, load_partition(root), out=path, forward=forward, node_type=node_type, policy=policy
-    )
+    infer(model, load_partition(root), out=path, **how)
 
 
 def _needed(data: Any) -> Any:

@@ -3,15 +3,8 @@
 The stock models are ``GCN``, ``GAT``, ``GraphSAGE`` and ``GIN`` of ``torch_geometric.nn``, so that
 the weights of a checkpoint load in plain PyG.
 
-The command line takes a model by name or as a function of the user's:
-
-=====================  ==========================================================================
-model                  what is built
-=====================  ==========================================================================
-``gat``, ``gcn``, ...  :func:`pyg_sar.tools.models.stock_model` with the options of the command line
-``module:callable``    what ``callable(data)`` returns, or ``callable()`` where it takes nothing
-``FILE.py:callable``   the same, from a file
-=====================  ==========================================================================
+The command line takes a model by name, or as ``module:callable`` or ``FILE.py:callable``: what
+``callable(data)`` returns, or ``callable()`` where it takes nothing.
 """
 
 from __future__ import annotations
@@ -164,18 +157,12 @@ def stock_model(
 
     Args:
         name: One of :data:`MODELS`.
-        in_channels: Features per node.
         hidden: Width of a hidden layer; for ``gat`` and ``gatv2`` that of all heads together.
-        out_channels: Number of classes.
-        layers: Number of convolutions, at least 1.
+        layers: Number of convolutions.
         heads: Attention heads of each layer (``gat``, ``gatv2`` only), which divide ``hidden``.
-        dropout: Probability in ``[0, 1)``.
         norm: One of :data:`NORMS`, after every convolution but the last.
         cached: ``gcn`` only: normalise the edges once and keep the result. Right only where the
             model is used with one graph and one set of edge weights for its whole life.
-
-    Raises:
-        ValueError: for an unknown name or a number out of range.
     """
     sizes = {"in_channels": in_channels, "hidden": hidden, "out_channels": out_channels}
     for argument, value in (sizes | {"layers": layers}).items():

@@ -33,12 +33,8 @@ VIEWS = ("view", "slice", "t", "expand", "detach", "select", "unsqueeze", "squee
 
 
 class Work(TorchDispatchMode):
-    """Counts what operators of this thread do.
-
-    Attributes:
-        flops: Of products of matrices.
-        moved: Bytes that other operators read and write.
-        gathered: Bytes of rows that are read, or added to, by an index.
+    """Counts what operators of this thread do: flops of products of matrices, bytes that other
+    operators move, and bytes of rows that are read, or added to, by an index (``gathered``).
     """
 
     def __init__(self, flops: float = 0, moved: float = 0, gathered: float = 0) -> None:
@@ -194,12 +190,9 @@ def _timed(file: RowFile, start: int, size: int, write: bool) -> float:
 class LiveBytes(TorchDispatchMode):
     """Follows the storages that operators of this thread make, until they are freed.
 
-    Storages that were there before are not counted, nor those of other threads.
-
-    Attributes:
-        now: Bytes alive.
-        peak: The most that ever were.
-        log: Nanoseconds of the system's clock, and ``now``, at each change.
+    Storages that were there before are not counted, nor those of other threads. ``now`` and
+    ``peak`` are bytes alive, ``log`` has nanoseconds of the system's clock, and ``now``, at each
+    change.
     """
 
     def __init__(self) -> None:

@@ -146,10 +146,9 @@ class Graphs:
             f"{name} gives a {type(made).__name__}; 'pyg-sar run' distributes Data and HeteroData"
         )
 
-    def _folder(self, data: Graph, keep: bool, name: str, owners: Owners | None = None) -> str:
+    def _folder(self, data: Graph, keep: bool, name: str) -> str:
         parts = self.together.comm.world_size
-        key = node_counts(data)
-        owners = self.owners.get(key) if owners is None else owners
+        owners = self.owners.get(node_counts(data))
         found = hashlib.sha256()
         how = [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
         try:

@@ -130,24 +130,14 @@ class Models:
 
     def _roots(self, modules: list[Module]) -> list[Module]:
         """Returns the outermost modules that hold these, in the order in which they were made."""
-        parents: dict[int, list[Module]] = {}
-        everyone = list(self._alive())
-        for module in everyone:
-            for child in module.children():
-                parents.setdefault(id(child), []).append(module)
-        found: dict[int, Module] = {}
-        todo, seen = list(modules), set()
-        while todo:
-            module = todo.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            above = parents.get(id(module), [])
-            todo += above
-            if not above:
-                found[id(module)] = module
-        order = {id(module): place for place, module in enumerate(everyone)}
-        return sorted(found.values(), key=lambda m: order.get(id(m), -1))
+        alive, wanted = list(self._alive()), set(map(id, modules))
+        noted = set(map(id, alive))
+        everyone = [module for module in modules if id(module) not in noted] + alive
+        inside = {
+            id(inner) for outer in everyone for inner in outer.modules() if inner is not outer
+        }
+        outermost = [module for module in everyone if id(module) not in inside]
+        return [m for m in outermost if not wanted.isdisjoint(map(id, m.modules()))]
 
     def prepare(self, root: Module, call: tuple[Any, Any] | None) -> None:
         """Distributes a model, unless it is already.

@@ -55,8 +55,6 @@ from pyg_sar.train.hosted import HostedRun, backward_case
 from pyg_sar.train.targets import not_finite
 from pyg_sar.wording import counted
 
-__all__ = ["sample_nodes", "verify"]
-
 _MOST_FAILURES = 50
 _TRIES = 8
 

@@ -62,16 +62,6 @@ from pyg_sar.train.targets import LabelSplit, not_finite
 from pyg_sar.train.wire_error import gradient_error, measure_every
 from pyg_sar.wording import counted
 
-__all__ = [
-    "Callback",
-    "EpochRecord",
-    "Scores",
-    "TrainConfig",
-    "TrainResult",
-    "Trainer",
-]
-
-
 _KEPT = ("epoch", "losses", "best_epoch", "best", "final")
 """Attributes of a trainer that a checkpoint holds as they are."""
 
