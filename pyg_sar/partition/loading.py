@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.comm.agreement import raise_any
 from pyg_sar.comm.devices import check_gpu, count_gpus, device_of
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import check_path
 from pyg_sar.partition.global_view import share_random_states, whole_graph
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
-from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
+from pyg_sar.partition.part_checks import check_marks, gather_marks, num_marks, part_marks
 from pyg_sar.partition.storage import read_part
 
 _AGREE: Label = ("", "", "agreement")
@@ -122,23 +123,16 @@ def _check_together(
     problem: str,
 ) -> None:
     """Raises on all workers where one met a problem, or where their parts don't belong together."""
+    digest, marks = bytes(32), torch.zeros(num_marks(comm.world_size), dtype=torch.long)
     fine = metadata is not None and not problem
-    digest = _digest(metadata) if metadata is not None and fine else bytes(32)
-    marks = torch.zeros(num_marks(comm.world_size), dtype=torch.long)
     if metadata is not None and fine:
-        marks = part_marks(metadata, tensors)
-    mine = torch.tensor([int(fine), *digest], dtype=torch.uint8)
-    mine = torch.cat([mine, marks.view(torch.uint8)]).to(comm.device)
-    everyone = torch.stack(comm.all_gather(mine, label=_AGREE)).cpu()
-    everyone, found = (
-        everyone[:, : mine.numel() - 8 * marks.numel()],
-        everyone[:, 1 + len(digest) :],
-    )
+        digest, marks = _digest(metadata), part_marks(metadata, tensors)
+    everyone, found = gather_marks(comm, [int(fine), *digest], marks, _AGREE)
     if bool((everyone[:, 0] == 1).all()) and bool((everyone == everyone[0]).all()):
         if metadata is not None:
-            check_marks(metadata, found.reshape(-1).clone().view(torch.long).view(len(found), -1))
+            check_marks(metadata, found)
         return
-    agree(comm, problem)
+    raise_any(PartitionError, comm.all_gather_object(problem))
     files = [] if metadata is None else [part.sha256 for part in metadata.parts]
     copies = comm.all_gather_object([os.fspath(root), files])
     rank = next(k for k, row in enumerate(everyone) if not torch.equal(row, everyone[0]))
@@ -153,16 +147,3 @@ def _check_together(
         f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
         "all hosts"
     )
-
-
-def agree(comm: Communicator, problem: str) -> None:
-    """Raises on every worker what any worker met, so that none waits for one that is gone."""
-    problems = comm.all_gather_object(problem)
-    distinct = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
-    if not distinct:
-        return
-    if len(distinct) == 1:
-        (text, rank) = next(iter(distinct.items()))
-        raise PartitionError(text if problems.count(text) > 1 else f"rank {rank}: {text}")
-    lines = [f"rank {rank}: {text}" for text, rank in sorted(distinct.items(), key=lambda i: i[1])]
-    raise PartitionError("; ".join(lines))

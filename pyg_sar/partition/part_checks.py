@@ -11,12 +11,14 @@ of the rows that one needs and of those that the other sends.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.comm.group import Communicator, Label
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import Attribute, ascends, stored_dtype, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata
@@ -292,6 +294,16 @@ def _add_halo(needs: list[Any], sends: list[Any], own: Tensor, rows: PartTensors
     for q, (need, send) in enumerate(zip(needs, sends, strict=True)):
         need.update(wanted[q].numpy().tobytes() + b"|")
         send.update(own[sent[q].long()].numpy().tobytes() + b"|")
+
+
+def gather_marks(
+    comm: Communicator, head: Sequence[int], marks: Tensor, label: Label
+) -> tuple[Tensor, Tensor]:
+    """Returns some bytes, and the marks ``[P, *]``, of all workers, on the CPU. Collective."""
+    mine = torch.cat([torch.tensor(head, dtype=torch.uint8), marks.view(torch.uint8)])
+    everyone = torch.stack(comm.all_gather(mine.to(comm.device), label=label)).cpu()
+    heads, rows = everyone[:, : len(head)], everyone[:, len(head) :]
+    return heads, rows.reshape(-1).clone().view(torch.long).view(len(rows), -1)
 
 
 def check_marks(metadata: PartitionMetadata, marks: Tensor) -> None:

@@ -14,15 +14,16 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
+from pyg_sar.comm.agreement import raise_any
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import check_type
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.global_view import random_digest, share_random_states, whole_graph
-from pyg_sar.partition.loading import agree, place_of
+from pyg_sar.partition.loading import place_of
 from pyg_sar.partition.metadata import METADATA, parse_metadata
 from pyg_sar.partition.node_lists import NodeIds
-from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
+from pyg_sar.partition.part_checks import check_marks, gather_marks, num_marks, part_marks
 from pyg_sar.partition.schema import PartTensors
 from pyg_sar.partition.unfinished import digest
 from pyg_sar.partition.whole_graph import prepare
@@ -99,13 +100,12 @@ def scatter(
         except Exception as error:
             state, failure = _FAILED, error
     hashes = hashlib.sha256(known.encode()).digest() + random_digest(comm.device)
-    head = torch.tensor([state, *hashes], dtype=torch.uint8)
-    mine = torch.cat([head, marks.view(torch.uint8)]).to(comm.device)
-    everyone = torch.stack(comm.all_gather(mine, label=_LABEL)).cpu()
+    everyone, rows = gather_marks(comm, [state, *hashes], marks, _LABEL)
     states = everyone[:, 0].tolist()
     if _FAILED in states:
         try:
-            agree(comm, "" if failure is None else f"scatter(data): {failure}")
+            problem = "" if failure is None else f"scatter(data): {failure}"
+            raise_any(PartitionError, comm.all_gather_object(problem))
         except PartitionError:
             if failure is not None:
                 raise failure from None
@@ -113,11 +113,10 @@ def scatter(
     source = _source(states, everyone[:, 1:33])
     if source is None:
         source = 0
-        rows = everyone[:, head.numel() :].reshape(-1).clone().view(torch.long)
-        check_marks(parse_metadata(Path(_NOWHERE), content), rows.view(comm.world_size, -1))
+        check_marks(parse_metadata(Path(_NOWHERE), content), rows)
     else:
         content, tensors = _sent(comm, source, content, tensors, tensors_of)
-    if not bool((everyone[:, 33 : head.numel()] == everyone[0, 33 : head.numel()]).all()):
+    if not bool((everyone[:, 33:] == everyone[0, 33:]).all()):
         share_random_states(comm, source)
     torch.compiler.set_stance("force_eager")  # As in load_partition().
     found = whole_graph(comm, parse_metadata(Path(_NOWHERE), content), tensors, place, keep=False)
