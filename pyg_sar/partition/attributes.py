@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -150,10 +150,6 @@ class Attribute:
     shape: list[int]
     dim: int = 0
     form: str = "tensor"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain values that JSON can hold."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -211,10 +211,6 @@ class NodeList:
     attribute: Attribute
     rows: dict[str, Attribute]
     key: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain values that JSON can hold."""
-        return asdict(self)
 
     @property
     def count(self) -> int:

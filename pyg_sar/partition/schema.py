@@ -15,7 +15,7 @@ attributes with a row per entry with ``list.k:row.``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -296,9 +296,9 @@ class StoreInfo:
     def as_dict(self) -> dict[str, Any]:
         """Returns attributes, values and lists as plain values that JSON can hold."""
         return {
-            "attributes": {name: found.as_dict() for name, found in self.attributes.items()},
+            "attributes": {name: asdict(found) for name, found in self.attributes.items()},
             "values": self.values,
-            "lists": [found.as_dict() for found in self.lists],
+            "lists": [asdict(found) for found in self.lists],
         }
 
 

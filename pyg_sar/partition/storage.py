@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +388,7 @@ def add_attributes(
             for name, value in attributes.items():
                 _check(name, value, metadata)
                 column = encode(name, _own_rows(value, tensors["n_id"]), "node")
-                whole = column.attribute.as_dict()
+                whole = asdict(column.attribute)
                 described[name] = whole | {"shape": [metadata.num_nodes, *whole["shape"][1:]]}
                 for suffix, full in tensor_names(name, column.attribute).items():
                     tensors[full] = column.tensors[suffix].contiguous()

@@ -43,6 +43,7 @@ from pyg_sar.tools.plan_sample import (
 )
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes, use_features
+from pyg_sar.tools.start import settings_of
 from pyg_sar.train.flow import call_model
 
 MOST_ESTIMATED = 8
@@ -315,8 +316,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
         call = call_with(arguments.args)
     elif arguments.model in MODELS:
         call = partial(_call_stock, arguments.model)
-    names = ("hidden", "layers", "heads", "dropout", "norm")
-    options = {name: getattr(arguments, name) for name in names}
     data: Any
     parts = None
     if arguments.source is None and arguments.parts is None:
@@ -329,7 +328,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         data = load_graph(arguments.source, root=arguments.data_root)
         parts = [int(text) for text in arguments.parts] if arguments.parts else None
     found = plan(
-        partial(_build, arguments.model, options),
+        partial(_build, settings_of(ModelConfig, arguments, name=arguments.model)),
         data,
         parts=parts,
         workers=arguments.workers,
@@ -368,13 +367,12 @@ def parse_rate(text: str) -> float:
     return float(found[1]) * _BITS[found[2].lower()] / 8
 
 
-def _build(name: str, options: dict[str, Any], data: Data) -> nn.Module:
+def _build(config: ModelConfig, data: Data) -> nn.Module:
     """Builds the model that the command line names, for a part."""
     try:
-        use_features(data, own=name not in MODELS)
-        if name not in MODELS:
-            return imported_model(name, data)
-        config = ModelConfig(name=name, **options)
+        use_features(data, own=config.own)
+        if config.own:
+            return imported_model(config.name, data)
         return config.stock(data.num_features, count_classes(data)).build()
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error

@@ -103,8 +103,13 @@ class Models:
         """Distributes the models whose parameters an optimizer gets; returns the parameters, or
         groups of them, as they are now.
         """
-        groups = [_listed(group) for group in params]
-        wanted = {id(p) for p in _parameters(groups)}
+        groups: list[dict[str, Any]] = list(params)
+        if groups and not isinstance(groups[0], dict):  # As Optimizer takes them.
+            groups = [{"params": groups}]
+        for k, group in enumerate(groups):
+            given = group["params"]
+            groups[k] = {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+        wanted = {id(p) for group in groups for p in group["params"]}
         homes = [m for m in self._alive() if any(id(p) in wanted for p in _own(m))]
         replaced: dict[int, Tensor] = {}
         for root in self._roots(homes):
@@ -113,11 +118,8 @@ class Models:
                 self.prepare(root, None)
             after = dict(root.named_parameters(remove_duplicate=False))
             replaced |= {id(before[name]): after[name] for name in before}
-        take = lambda p: replaced.get(id(p), p)  # noqa: E731
         return [
-            {**group, "params": list(map(take, group["params"]))}
-            if isinstance(group, dict)
-            else take(group)
+            {**group, "params": [replaced.get(id(p), p) for p in group["params"]]}
             for group in groups
         ]
 
@@ -270,18 +272,3 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def _own(module: Module) -> list[Tensor]:
     return [p for p in module._parameters.values() if p is not None]
-
-
-def _listed(group: Any) -> Any:
-    if not isinstance(group, dict):
-        return group
-    params = group["params"]
-    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
-
-
-def _parameters(groups: Iterable[Any]) -> Iterator[Tensor]:
-    for group in groups:
-        if isinstance(group, dict):
-            yield from group["params"]
-        else:
-            yield group
