@@ -1,20 +1,9 @@
 """Graphs in folders of arrays and tables, which are memory mapped and may exceed the memory.
 
-.. code-block:: text
-
-    FOLDER/edge_index.npy    integers [2, E] (source, target)
-    FOLDER/NAME.npy          an attribute: x.npy, y.npy, train_mask.npy, edge_weight.npy, ...
-    FOLDER/num_nodes.npy     one integer; may be left out where x.npy tells it
-
-    FOLDER/edges.parquet     or .csv: columns source and target, others are edge attributes
-    FOLDER/nodes.parquet     or .csv: a row per node; columns are attributes, lists of numbers too;
-                             masks may be 0 and 1; a column 'id' of text, or of numbers that are not
-                             0, 1, 2, ..., is what the edges name (data.node_name keeps it)
-
-A heterogeneous graph has a folder of this kind for each node type (``TYPE``, without edges) and for
-each relation (``SOURCE__RELATION__TARGET``, without nodes). Tables need ``pyarrow``
-(``pip install 'pyg_sar[tables]'``): they are read in pieces and written as arrays to files without
-a name in the system's temporary folder (``TMPDIR``), which go with the process.
+docs/partitioning.md lists the files. A heterogeneous graph has a folder of this kind for each node
+type (``TYPE``, without edges) and for each relation (``SOURCE__RELATION__TARGET``, without nodes).
+Tables are read in pieces and written as arrays to files without a name in the system's temporary
+folder (``TMPDIR``), which go with the process.
 """
 
 from __future__ import annotations

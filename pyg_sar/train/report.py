@@ -1,21 +1,8 @@
-"""The report folder of a training run, written while it goes on.
-
-[Note: the report folder]
-
-================== ============================================================================
-``config.json``    settings, command, hosts, versions, numbers of workers and of parts
-``metrics.jsonl``  one JSON object per epoch: loss, learning rate, scores, seconds, bytes sent by
-                   kind; per part of the graph the bytes sent and received in the epoch, per worker
-                   the memory at the start and the peak since
-``summary.json``   the result, each part's ledger (bytes per layer and peer, resident rows), and of
-                   hosted parts ``hosting``: what they kept, computed again and moved
-                   (:meth:`pyg_sar.train.hosted.HostedRun.summary`)
-``report.png``     loss, metrics, time per epoch, memory per worker, bytes sent per epoch
-================== ============================================================================
+"""The report folder of a training run, written while it goes on; docs/training.md lists its files.
 
 Rank 0 writes all of it. Where that fails after the start (a full disk), training goes on, with one
-warning. The picture needs matplotlib (the extra ``plot``); without it everything
-else is written, with one warning, and :func:`draw_report` makes the picture later.
+warning. The picture needs matplotlib (the extra ``plot``); without it everything else is written,
+with one warning, and :func:`draw_report` makes the picture later.
 """
 
 from __future__ import annotations
