@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pyg_sar.comm.communicator import Communicator
@@ -24,14 +24,7 @@ def raised_everywhere(
         yield
     except caught as error:
         problem = f"{what}{error}"
-    raise_any(kind, comm.from_everyone(problem))
-
-
-def raise_any(kind: type[Exception], problems: Sequence[str | None]) -> None:
-    """Raises the problems of workers, by rank; without the rank one that all of them have."""
-    ranks = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
-    everywhere = len(ranks) == 1 and all(problems)
-    texts = sorted(ranks, key=ranks.__getitem__)
-    if texts:
-        named = [text if everywhere else f"{text} (rank {ranks[text]})" for text in texts]
-        raise kind("; ".join(named))
+    problems = comm.from_everyone(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            raise kind(text if problems.count(text) == len(problems) else f"{text} (rank {rank})")

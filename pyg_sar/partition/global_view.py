@@ -10,12 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import WITH_TORCH_SPARSE
 
-from pyg_sar.comm.devices import (
-    other_states,
-    random_states,
-    set_other_states,
-    set_random_states,
-)
+from pyg_sar.comm.devices import other_states, random_states, set_other_states, set_random_states
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
 from pyg_sar.exchange.cover import StoredCovers

@@ -15,14 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_sar.partition.attributes import (
-    NODE_NAMES,
-    Column,
-    encode_all,
-    is_sparse,
-    named_attributes,
-    rows_of,
-)
+from pyg_sar.partition.attributes import NODE_NAMES, is_sparse, named_attributes, rows_of
 from pyg_sar.wording import counted
 
 SURELY_NODES = (*NODE_NAMES, "y", "z", "batch", "normal")
@@ -112,11 +105,3 @@ def levels_of(data: Data, said: Mapping[str, str] | None = None) -> dict[str, st
     levels = Levels(data, None, said)
     attributes = named_attributes(levels.data.to_dict())
     return {name: levels.told(name, value) for name, value in attributes}
-
-
-def encode_attributes(
-    data: Data, num_nodes: int, said: Mapping[str, str] | None = None
-) -> dict[str, Column]:
-    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size."""
-    levels = Levels(data, num_nodes, said)
-    return encode_all(levels.data.to_dict(), levels.told, levels.counts, "the graph")

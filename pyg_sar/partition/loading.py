@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.comm.agreement import raise_any
 from pyg_sar.comm.devices import check_gpu, count_gpus, device_of
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
@@ -23,10 +22,7 @@ _AGREE: Label = ("", "", "agreement")
 
 
 def load_partition(
-    root: str | os.PathLike[str],
-    *,
-    device: torch.device | str | None = None,
-    verify: bool = True,
+    root: str | os.PathLike[str], *, device: torch.device | str | None = None, verify: bool = True
 ) -> Data | HeteroData:
     """Loads a partitioned graph, of which this worker holds its part.
 
@@ -132,7 +128,7 @@ def _check_together(
         if metadata is not None:
             check_marks(metadata, found)
         return
-    raise_any(PartitionError, comm.all_gather_object(problem))
+    agree(comm, problem)
     files = [] if metadata is None else [part.sha256 for part in metadata.parts]
     copies = comm.all_gather_object([os.fspath(root), files])
     rank = next(k for k, row in enumerate(everyone) if not torch.equal(row, everyone[0]))
@@ -147,3 +143,14 @@ def _check_together(
         f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
         "all hosts"
     )
+
+
+def agree(comm: Communicator, problem: str) -> None:
+    """Raises on every worker what any worker met, so that none waits for one that is gone."""
+    problems = comm.all_gather_object(problem)
+    distinct = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
+    lines = [f"rank {rank}: {text}" for text, rank in sorted(distinct.items(), key=lambda i: i[1])]
+    if len(distinct) == 1 and problems.count(*distinct) > 1:
+        lines = [*distinct]
+    if lines:
+        raise PartitionError("; ".join(lines))

@@ -86,7 +86,9 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     edges = distributed_edges(data)
     check_whole("num_layers", num_layers)
     hop = _hops(edges.index, _mask(seeds, edges.targets), num_layers)
-    return _flow(data, edges, hop, _turns(edges.index, hop), num_layers, whole=True)
+    source, target = edges.index.ends()
+    turns = torch.where(source == target, (hop[target] - 1).clamp(min=0), hop[target])
+    return _flow(data, edges, hop, turns, num_layers, whole=True)  # See [Note: layers].
 
 
 @torch.no_grad()
@@ -300,12 +302,6 @@ def _first(target: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
     kept = torch.empty(target.shape, dtype=torch.bool, device=ids.device)
     kept[place] = torch.arange(len(place), device=ids.device) - start < most
     return kept
-
-
-def _turns(edges: DistEdgeIndex, hop: Tensor) -> Tensor:
-    """Returns the hop by which edges are sorted. See [Note: layers]."""
-    source, target = edges.ends()
-    return torch.where(source == target, (hop[target] - 1).clamp(min=0), hop[target])
 
 
 def _edges(

@@ -285,9 +285,7 @@ def _of_dict(name: str, value: Mapping[Any, Any], space: Space, said: bool | Non
 
 
 def _aligned(
-    values: Mapping[str, Any],
-    level: Callable[[str, Any], str],
-    found: _Found,
+    values: Mapping[str, Any], level: Callable[[str, Any], str], found: _Found
 ) -> dict[str, dict[str, Column]]:
     """Finds the attributes with a row per entry of a list, by list."""
     counts = {
@@ -305,10 +303,7 @@ def _aligned(
 
 
 def without_lists(
-    data: Data,
-    num_nodes: int,
-    said: Mapping[str, bool],
-    levels: Mapping[str, str] | None = None,
+    data: Data, num_nodes: int, said: Mapping[str, bool], levels: Mapping[str, str] | None = None
 ) -> tuple[Data, list[WholeList]]:
     """Returns the graph without its lists of node ids, and these.
 

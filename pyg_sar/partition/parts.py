@@ -100,9 +100,7 @@ def _part_edges(layout: Layout, p: int) -> tuple[Tensor, Tensor]:
 
 
 def attribute_tensors(
-    columns: dict[str, Column],
-    ids: dict[str, Tensor],
-    runs: Mapping[str, Tensor] | None = None,
+    columns: dict[str, Column], ids: dict[str, Tensor], runs: Mapping[str, Tensor] | None = None
 ) -> PartTensors:
     """Returns the attributes' tensors for the rows ``ids`` of each level, by their names in a file.
 

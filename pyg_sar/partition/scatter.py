@@ -14,13 +14,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
-from pyg_sar.comm.agreement import raise_any
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import check_type
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.global_view import random_digest, share_random_states, whole_graph
-from pyg_sar.partition.loading import place_of
+from pyg_sar.partition.loading import agree, place_of
 from pyg_sar.partition.metadata import METADATA, parse_metadata
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, gather_marks, num_marks, part_marks
@@ -104,8 +103,7 @@ def scatter(
     states = everyone[:, 0].tolist()
     if _FAILED in states:
         try:
-            problem = "" if failure is None else f"scatter(data): {failure}"
-            raise_any(PartitionError, comm.all_gather_object(problem))
+            agree(comm, "" if failure is None else f"scatter(data): {failure}")
         except PartitionError:
             if failure is not None:
                 raise failure from None

@@ -26,12 +26,7 @@ from torch_geometric.data import HeteroData
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import flush
-from pyg_sar.partition.metadata import (
-    PartitionMetadata,
-    SeriesInfo,
-    read_metadata,
-    series_file,
-)
+from pyg_sar.partition.metadata import PartitionMetadata, SeriesInfo, read_metadata, series_file
 from pyg_sar.tensors.rows import note_first
 from pyg_sar.wording import counted
 

@@ -41,10 +41,7 @@ _PIECE = 1 << 24  # bytes that are read at a time
 _REQUEST = "request.json"
 _PART = r"part-\d+-of-\d+\.safetensors"
 _KNOWN = re.compile(rf"request\.json|assignment\.(?:npy|json)|(?:\d+|{_PART})\.json")
-_FOLDERS = {
-    "parts": re.compile(rf"{_PART}|metadata\.json"),
-    "scratch": re.compile(r"scratch-\d+"),
-}
+_FOLDERS = {"parts": re.compile(rf"{_PART}|metadata\.json"), "scratch": re.compile(r"scratch-\d+")}
 
 
 class Unfinished:

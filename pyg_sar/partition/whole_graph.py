@@ -27,7 +27,7 @@ from pyg_sar.partition.layout import (
     hetero_statistics,
     partition_statistics,
 )
-from pyg_sar.partition.levels import check_levels, encode_attributes
+from pyg_sar.partition.levels import Levels, check_levels
 from pyg_sar.partition.node_lists import (
     NodeIds,
     Space,
@@ -93,7 +93,8 @@ def _store_of_data(
     data = with_edges(data)
     edges, count = check_graph(data, whole=whole)
     data, lists = without_lists(data, count, said_of(node_ids, data.keys()), levels)
-    columns = encode_attributes(data, count, levels)
+    known = Levels(data, count, levels)
+    columns = encode_all(known.data.to_dict(), known.told, known.counts, "the graph")
     totals = {"node": count, "edge": edges.size(1)}
     return _store(None, "", totals, columns, lists, edges)
 

@@ -24,7 +24,7 @@ from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.demo import DemoConfig, run_demo
-from pyg_sar.tools.graphs import load_graph, names_in
+from pyg_sar.tools.graphs import load_graph, names_in, settings_of
 from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model, place_and_name
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
@@ -46,7 +46,6 @@ from pyg_sar.tools.start import (
     node_ids_of,
     on_workers,
     options_of_file,
-    settings_of,
     tell_agent,
 )
 from pyg_sar.tools.tables import TABLES
@@ -538,12 +537,7 @@ def _add_predict(commands: Any) -> None:
     command = _command(commands, "predict", _predict, _PREDICT_EPILOG)
     add = command.add_argument
     add("--checkpoint", required=True, metavar="FILE", help="the trained model")
-    add(
-        "--out",
-        required=True,
-        metavar="FILE",
-        help=_OF_ROWS,
-    )
+    add("--out", required=True, metavar="FILE", help=_OF_ROWS)
     add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
     add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
     add("--args", type=names_in, metavar="NAMES", help=f"{_OF_ARGS} (default: the training's)")

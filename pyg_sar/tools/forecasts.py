@@ -191,11 +191,7 @@ class Machine:
         seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
         if self.bandwidth is not None:
             seconds += sent / self.bandwidth
-        return {
-            "memory": [memory] * parts.parts,
-            "sent": [sent] * parts.parts,
-            "seconds": seconds,
-        }
+        return {"memory": [memory] * parts.parts, "sent": [sent] * parts.parts, "seconds": seconds}
 
 
 # Forecasts ############################################################

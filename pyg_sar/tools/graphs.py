@@ -16,11 +16,12 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,14 +40,11 @@ from pyg_sar.tools.graph_sources import (
     safe_data_classes,
     synthetic_graph,
 )
-from pyg_sar.tools.ogb_folders import (
-    find_ogb_folder,
-    is_ogb_folder,
-    load_ogb_folder,
-    official_name,
-)
+from pyg_sar.tools.ogb_folders import find_ogb_folder, is_ogb_folder, load_ogb_folder, official_name
 from pyg_sar.tools.tables import TABLES
 from pyg_sar.wording import counted
+
+T = TypeVar("T")
 
 DATASETS: dict[str, tuple[str, str | None]] = {
     "actor": ("Actor", None),
@@ -208,6 +206,12 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def settings_of(kind: Callable[..., T], given: Namespace, /, **others: Any) -> T:
+    """Returns a dataclass of the options that have its fields' names, and of ``others``."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{n: v for n, v in vars(given).items() if n in names} | others)
+
+
 def _choose(given: Mapping[str, Any], classes: list[type], name: str) -> list[dict[str, Any]]:
     """Sorts options by the class that has the field, and converts what came as text."""
     chosen: list[dict[str, Any]] = [{} for _ in classes]
@@ -353,7 +357,7 @@ def _finish(data: Data | HeteroData, options: GraphOptions, seed: int) -> Data |
         if store is data or store.get("y") is not None:
             _apply_split(store, options.split, rng)
     for edges in data.edge_stores if options.remove_self_loops else ():
-        if not edges.is_bipartite():
+        if "edge_index" in edges and not edges.is_bipartite():
             kept = edges.edge_index[0] != edges.edge_index[1]
             for name in edges.edge_attrs():
                 edges[name] = edges[name][..., kept] if "index" in name else edges[name][kept]

@@ -302,7 +302,7 @@ def _infer_part(model: nn.Module, root: str, path: str, how: dict[str, Any]) -> 
 
 def _needed(data: Any) -> Any:
     """Returns the part of a graph that the default call takes."""
-    kept: Any = type(data)()
+    kept: Any = HeteroData() if isinstance(data, HeteroData) else Data()
     pairs = [(data, kept)]
     if isinstance(data, HeteroData):
         pairs = [(data[key], kept[key]) for key in (*data.node_types, *data.edge_types)]

@@ -32,7 +32,7 @@ from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools import plan_runs
 from pyg_sar.tools.forecasts import Forecast, Machine, Plan
-from pyg_sar.tools.graphs import load_graph, names_in, parse_source
+from pyg_sar.tools.graphs import load_graph, names_in, parse_source, settings_of
 from pyg_sar.tools.models import MODELS, call_with, imported_model
 from pyg_sar.tools.plan_runs import Samples
 from pyg_sar.tools.plan_sample import (
@@ -43,7 +43,6 @@ from pyg_sar.tools.plan_sample import (
 )
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes, use_features
-from pyg_sar.tools.start import settings_of
 from pyg_sar.train.flow import call_model
 
 MOST_ESTIMATED = 8

@@ -34,6 +34,8 @@ from pyg_sar.errors import PygSarError, WorkerError
 from pyg_sar.files import TemporaryFolder, parse_bytes
 from pyg_sar.nn.made_edges import made_edges
 from pyg_sar.store.host_store import PINNED
+from pyg_sar.tools.graphs import settings_of
+from pyg_sar.tools.models import default_dtype
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import REMEDIES, Models
@@ -44,7 +46,6 @@ from pyg_sar.tools.start import (
     default_workers,
     levels_in,
     node_ids_of,
-    settings_of,
     tell_agent,
     was_launched,
 )
@@ -161,7 +162,7 @@ def work_as_host(config: ScriptConfig) -> int:
 
 def work(config: ScriptConfig) -> int:
     """Runs a script in each part that this worker hosts, and returns its exit code. Collective."""
-    comm, process, kept = current(), Process(float64=config.float64), torch.get_default_dtype()
+    comm, process = current(), Process(float64=config.float64)
     main = _Main(config.script)
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"], sys.argv = main, [config.script, *config.arguments]
@@ -171,15 +172,12 @@ def work(config: ScriptConfig) -> int:
     options: dict[str, Any] = {"memory": config.memory, "store": config.store}
     options |= {"backend": config.backend, "timeout": config.timeout}
     parts = comm.world_size if config.parts is None and hosts_parts(config) else config.parts
-    if config.float64:
-        torch.set_default_dtype(torch.float64)
+    dtype = torch.float64 if config.float64 else None
     try:
-        with process.replaced(), _trace_at_end(config, process):
+        with default_dtype(dtype), process.replaced(), _trace_at_end(config, process):
             codes = run(_run_part, config, process, main, parts=parts, **options)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
-        if config.float64:
-            torch.set_default_dtype(kept)
     return codes[0]
 
 

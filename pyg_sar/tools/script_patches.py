@@ -36,6 +36,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors.sparse import unsorted_matrices
+from pyg_sar.tools.models import default_dtype
 from pyg_sar.tools.script_files import NoInput, Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
 from pyg_sar.tools.script_loaders import divided, in_place_here
@@ -143,65 +144,29 @@ class Process:
     # Datasets ----------------------------------------------------------------
 
     def _datasets(self, put: Function) -> None:
-        def made_once(real: Function) -> Function:
+        def in_float32(real: Function) -> Function:
             def make(dataset: Any) -> None:
-                worker, kept = self.here(), torch.get_default_dtype()
-                if self.float64:  # Files stay as others will read them.
-                    torch.set_default_dtype(torch.float32)
-                try:
-                    if worker is None:
-                        real(dataset)
-                    else:
-                        worker.together.first(lambda: real(dataset))
-                finally:
-                    torch.set_default_dtype(kept)
+                # Files stay as others will read them.
+                with default_dtype(torch.float32 if self.float64 else None):
+                    real(dataset)
 
             return make
 
-        def item(real: Function) -> Function:
-            def get(dataset: Any, index: Any) -> Any:
-                worker = self.here()
-                number = isinstance(index, int | np.integer) or getattr(index, "ndim", 1) == 0
-                if worker is None or not number or len(dataset) != 1:
-                    return self.widened(real(dataset, index))
-                name = f"{type(dataset).__name__}[{int(index)}]"
-                if not is_distributed(dataset.__dict__.get("_data")):
-                    make = lambda: self.widened(real(dataset, index))  # noqa: E731
-                    return worker.graphs.share(make, name, dataset)
-                worker.graphs.check_unchanged(dataset, name)
-                found = real(dataset, index)
-                if dataset.transform is not None:
-                    worker.graphs.remember(dataset, found)
-                return found
-
-            return get
+        def widened(real: Function) -> Function:
+            return lambda dataset, index: self.widened(real(dataset, index))
 
         def data(real: Any) -> Any:
-            def get(dataset: Any) -> Any:
-                worker = self.here()
-                if worker is None or len(dataset) != 1:
-                    return real.fget(dataset)
-                name = f"{type(dataset).__name__}.data"
-                worker.graphs.check_unchanged(dataset, name)
-                if not is_distributed(dataset._data):  # From now on it is, with all changes.
-                    dataset._data = worker.graphs.share(lambda: real.fget(dataset), name)
-                return dataset._data
-
+            get = self._on_workers(_whole_data)(real.fget)
             return property(get, lambda dataset, value: real.fset(dataset, self.widened(value)))
 
         def number(real: Any) -> Any:
-            def get(dataset: Any) -> Any:
-                worker = self.here()
-                whole = worker is None or is_distributed(dataset.__dict__.get("_data"))
-                if worker is None or whole or len(dataset) != 1:
-                    return real.fget(dataset)
-                return worker.together.first(lambda: int(real.fget(dataset)))
+            return real.getter(self._on_workers(_number)(real.fget))
 
-            return real.getter(get)
-
-        put(Dataset, "_download", made_once)
-        put(Dataset, "_process", made_once)
-        put(Dataset, "__getitem__", item)
+        for name in ("_download", "_process"):
+            put(Dataset, name, in_float32)
+            put(Dataset, name, self._on_workers(_make_once))
+        put(Dataset, "__getitem__", widened)
+        put(Dataset, "__getitem__", self._on_workers(_item))
         put(InMemoryDataset, "data", data)
         for kind in (Dataset, InMemoryDataset):
             for name in ("num_classes", "num_node_features", "num_edge_features"):
@@ -287,6 +252,40 @@ class Process:
 
 
 # What workers do instead #####################################################
+
+
+def _make_once(worker: Worker, real: Function, dataset: Any) -> None:
+    worker.together.first(lambda: real(dataset))
+
+
+def _item(worker: Worker, real: Function, dataset: Any, index: Any) -> Any:
+    number = isinstance(index, int | np.integer) or getattr(index, "ndim", 1) == 0
+    if not number or len(dataset) != 1:
+        return real(dataset, index)
+    name = f"{type(dataset).__name__}[{int(index)}]"
+    if not is_distributed(dataset.__dict__.get("_data")):
+        return worker.graphs.share(lambda: real(dataset, index), name, dataset)
+    worker.graphs.check_unchanged(dataset, name)
+    found = real(dataset, index)
+    if dataset.transform is not None:
+        worker.graphs.remember(dataset, found)
+    return found
+
+
+def _whole_data(worker: Worker, real: Function, dataset: Any) -> Any:
+    if len(dataset) != 1:
+        return real(dataset)
+    name = f"{type(dataset).__name__}.data"
+    worker.graphs.check_unchanged(dataset, name)
+    if not is_distributed(dataset._data):  # From now on it is, with all changes.
+        dataset._data = worker.graphs.share(lambda: real(dataset), name)
+    return dataset._data
+
+
+def _number(worker: Worker, real: Function, dataset: Any) -> Any:
+    if len(dataset) != 1 or is_distributed(dataset.__dict__.get("_data")):
+        return real(dataset)
+    return worker.together.first(lambda: int(real(dataset)))
 
 
 def _transform(worker: Worker, real: Function, transform: Any, graph: Any) -> Any:

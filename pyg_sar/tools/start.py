@@ -31,12 +31,6 @@ from pyg_sar.wording import counted
 T = TypeVar("T")
 
 
-def settings_of(kind: Callable[..., T], given: argparse.Namespace, /, **others: Any) -> T:
-    """Returns a dataclass of the options that have its fields' names, and of ``others``."""
-    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    return kind(**{n: v for n, v in vars(given).items() if n in names} | others)
-
-
 def add_workers(command: argparse.ArgumentParser) -> Any:
     """Adds the options that :func:`on_workers` reads; returns what adds more to their group."""
     group = command.add_argument_group("workers").add_argument

@@ -11,8 +11,7 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +49,7 @@ from pyg_sar.tools.comparison import (
     watched,
     without_dropout,
 )
-from pyg_sar.tools.models import Call, call_with
+from pyg_sar.tools.models import Call, call_with, default_dtype
 from pyg_sar.train.hosted import HostedRun, backward_case
 from pyg_sar.train.targets import not_finite
 from pyg_sar.wording import counted
@@ -126,7 +125,10 @@ def verify(
         )
     check_folder("store", store)
     hosting: Any = Hosting.of(num_workers, memory, store)
-    with _float64(), torch.random.fork_rng(devices=[]):  # Layers seed their draws, also of none.
+    with (
+        default_dtype(torch.float64),
+        torch.random.fork_rng(devices=[]),
+    ):  # Layers seed their draws, also of none.
         # Of the graph: in a sample there may be as many edges as nodes.
         check_levels(levels, data.keys())
         rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
@@ -236,16 +238,6 @@ def _doubled(data: Data) -> Data:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return copy.copy(data).cpu().apply(double)
-
-
-@contextmanager
-def _float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # One pass ####################################################################

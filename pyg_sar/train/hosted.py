@@ -103,11 +103,7 @@ def _rows(gathers: list[Mapping[str, Mapping[str, int]]], phase: str) -> dict[st
     return {k: sum(counts[k] for counts in found) / passes for k in ("halo", "read")}
 
 
-_CASES = {
-    0: "all kept",
-    1: "sums kept, nothing again",
-    2: "rows and messages again",
-}
+_CASES = {0: "all kept", 1: "sums kept, nothing again", 2: "rows and messages again"}
 
 
 def describe_hosting(found: Mapping[str, Any]) -> list[str]:

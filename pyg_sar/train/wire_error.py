@@ -108,9 +108,7 @@ def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _compare(
-    model: torch.nn.Module,
-    narrow: Sequence[Tensor | None],
-    exact: Sequence[Tensor | None],
+    model: torch.nn.Module, narrow: Sequence[Tensor | None], exact: Sequence[Tensor | None]
 ) -> dict[str, float]:
     table, zero = {}, (0.0, 0.0)
     for (name, parameter), found, true in zip(model.named_parameters(), narrow, exact, strict=True):
