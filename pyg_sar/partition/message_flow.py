@@ -85,7 +85,8 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     """
     edges = distributed_edges(data)
     check_whole("num_layers", num_layers)
-    hop = _hops(edges.index, _mask(seeds, edges.targets), num_layers)
+    numbers, everything = data.edge_index.rows.ids, [-1] * num_layers
+    hop, _ = _sampled(edges.index, numbers, _mask(seeds, edges.targets), everything, key=0)
     source, target = edges.index.ends()
     turns = torch.where(source == target, (hop[target] - 1).clamp(min=0), hop[target])
     return _flow(data, edges, hop, turns, num_layers, whole=True)  # See [Note: layers].
@@ -259,18 +260,6 @@ def _of_chosen(data: Data, name: str, rows: Rows, chosen: _Chosen) -> NodeTensor
     axis = data.__cat_dim__(name, value) % value.dim()
     local = rows_at(value, rows, axis).index_select(axis, chosen.source)
     return wrap(local, chosen.rows, axis)
-
-
-def _hops(edges: DistEdgeIndex, seeds: Tensor, num_layers: int) -> Tensor:
-    """Returns each own node's least number of edges to a seed, at most ``num_layers + 1``."""
-    source, target = edges.ends()
-    hop = torch.full(seeds.shape, num_layers + 1, device=seeds.device)
-    hop[seeds] = 0
-    for k in range(1, num_layers + 1):
-        found = torch.zeros(edges.plan.num_ids, device=seeds.device)
-        found[source[hop[target] < k]] = 1
-        hop[(halo_reduce(found, edges.plan, "amax") > 0) & (hop > k)] = k
-    return hop
 
 
 def _sampled(

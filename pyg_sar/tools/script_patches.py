@@ -333,9 +333,9 @@ def _seed(worker: Worker, real: Function, *args: Any, **kwargs: Any) -> Any:
     (given,) = [*args, *kwargs.values()] or [None]
     if given is None:
         return real(worker.together.new_seed())
-    return real(
-        worker.together.agreed(int(given)) if isinstance(given, int | np.integer) else given
-    )
+    if isinstance(given, int | np.integer):
+        given = worker.together.comm.broadcast_object(int(given))
+    return real(given)
 
 
 def _draw_seed(worker: Worker, real: Function) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from pyg_sar.comm.devices import seed_generators
@@ -36,12 +35,14 @@ class Together:
         outcome: list[Any] = []
         if self.comm.rank == 0:
             before = self.states()
+            self.alone, acted = True, self.alone
             try:
-                with self._acting():
-                    outcome = ["result", work(), self.states() != before]
+                outcome = ["result", work(), self.states() != before]
             except Exception as error:  # Whatever it is, the others must not wait for more.
                 failure = error
                 outcome = ["error", type(error).__name__, str(error)]
+            finally:
+                self.alone = acted
         kind, *rest = self.comm.broadcast_object(outcome)
         if failure is not None:
             raise failure
@@ -52,16 +53,8 @@ class Together:
             raise (found if known and found is not UnicodeDecodeError else RuntimeError)(text)
         result, drew = rest
         if drew:
-            self.share_states()
+            share_random_states(self.comm)
         return result
-
-    @contextlib.contextmanager
-    def _acting(self) -> Iterator[None]:
-        before, self.alone = self.alone, True
-        try:
-            yield
-        finally:
-            self.alone = before
 
     # Random numbers ----------------------------------------------------------
 
@@ -75,17 +68,9 @@ class Together:
         """Returns a seed for what would take one from the system, the same on all workers."""
         return self._seeds.getrandbits(32)
 
-    def agreed(self, value: Any) -> Any:
-        """Returns rank 0's value, such as a seed made from the time."""
-        return self.comm.broadcast_object(value)
-
     def states(self) -> str:
         """Returns what tells the states of this worker's generators from others."""
         return random_digest(self.comm.device).hex()
-
-    def share_states(self) -> None:
-        """Gives all workers the states of rank 0's generators: torch's, numpy's and Python's."""
-        share_random_states(self.comm)
 
     def count_call(self) -> None:
         """Counts calls of models; at the 1st, 2nd, 4th, ... it checks the random states."""

@@ -43,11 +43,6 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     return {n: copy.deepcopy(m) if _accumulates(m) else m for n, m in (metrics or {}).items()}
 
 
-def higher_is_better(metric: Metric) -> bool:
-    """Returns what a metric says of itself; true if it says nothing."""
-    return getattr(metric, "higher_is_better", None) is not False
-
-
 def _accumulates(metric: Metric) -> bool:
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
@@ -176,16 +171,14 @@ class Evaluation:
             metric = next((m for n, m in self.metrics.items() if name.startswith(f"{n}_")), None)
             if metric is None:
                 raise ValueError(f"Expected 'monitor' to be one of {known} (got {name!r})")
-        higher = name != "loss" and (metric is None or higher_is_better(metric))
+        higher = name != "loss" and (getattr(metric, "higher_is_better", None) is not False)
         if config.monitor_mode != "auto":
             higher = config.monitor_mode == "max"
         return name, higher
 
     def predict(self, forward: Forward, model: nn.Module, number: int = 0) -> Tensor:
         """Returns the model's rows of a graph, by its number."""
-        return self._predict(forward, model, *self.graphs[number][:2])
-
-    def _predict(self, forward: Forward, model: nn.Module, data: Data, targets: Targets) -> Tensor:
+        data, targets, _ = self.graphs[number]
         out, rows = forward(model, data), len(targets.values)
         if out.dim() == 0 or out.size(0) != rows or (self.classifies and out.dim() < 2):
             wanted = f"[{rows}, {'num_classes' if self.classifies else '*'}]"
