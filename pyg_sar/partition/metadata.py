@@ -107,10 +107,6 @@ def _is_count(value: Any) -> bool:
     return _is_int(value) and 0 <= value <= _MOST
 
 
-def _is_str(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 class Fields:
     """An object of a partition's metadata. Every method raises :class:`PartitionError`.
 
@@ -225,7 +221,7 @@ SERIES = {
 }
 SERIES_FILE = {"file": same("file"), "bytes": same("size"), "sha256": text()}
 STORE = {
-    "name": many("texts", _is_str, "length"),
+    "name": many("texts", lambda value: isinstance(value, str), "length"),
     "count": count(),
 }
 ATTRIBUTE = {

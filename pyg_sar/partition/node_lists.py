@@ -109,7 +109,8 @@ def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) 
         return ""
     ids = integers(value)
     if ids is None:
-        if said or (_is_bool(value) and level == "graph" and is_named(name)):
+        is_bool = str(getattr(value, "dtype", "")).endswith("bool")
+        if said or (is_bool and level == "graph" and is_named(name)):
             raise _refused(name, space, f"should hold integers (got {_described(value)})")
         return ""
     if not (said or is_named(name)):
@@ -152,10 +153,6 @@ def _check_ids(name: str, ids: Tensor, space: Space, said: bool | None) -> None:
             space,
             f"should hold node ids below {most} (got {int(ids.min())} to {int(ids.max())})",
         )
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray) and str(value.dtype).endswith("bool")
 
 
 def _described(value: Any) -> str:

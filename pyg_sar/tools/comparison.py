@@ -409,14 +409,14 @@ def _first_difference(model: nn.Module, errors: Mapping[Key, float], report: Ver
         inner = [n for n in kinds if n.startswith(f"{name}." if name else "") and n != name]
         code = f": the code of {kinds[name]}.forward()" if inner else ""
         return f"the output of {title}{call} differs by {error:.1e}, and nothing before it{code}"
-    wrong = {n: e for n, e in report.gradient_errors.items() if not e <= report.tolerance}
-    if wrong:
-        name = max(wrong, key=lambda n: wrong[n])
-        return f"outputs agree, but the gradient of '{name}' differs by {wrong[name]:.1e}"
-    wrong = {n: e for n, e in report.buffer_errors.items() if not e <= report.tolerance}
-    if wrong:
-        name = max(wrong, key=lambda n: wrong[n])
-        return f"outputs and gradients agree, but the buffer '{name}' differs by {wrong[name]:.1e}"
+    for before, what, found in (
+        ("outputs agree", "gradient of", report.gradient_errors),
+        ("outputs and gradients agree", "buffer", report.buffer_errors),
+    ):
+        wrong = {name: error for name, error in found.items() if not error <= report.tolerance}
+        if wrong:
+            name = max(wrong, key=lambda n: wrong[n])
+            return f"{before}, but the {what} '{name}' differs by {wrong[name]:.1e}"
     if report.output_error > report.tolerance:
         return f"the model's output differs by {report.output_error:.1e}"
     return ""

@@ -29,6 +29,7 @@ REQUEST, SMALL, FILE = 1 << 20, 1 << 14, 1 << 28
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1)}
 """Products of matrices, and which arguments are multiplied."""
 BY_INDEX = ("index", "index_select", "index_add", "index_put", "scatter", "scatter_add", "gather")
+INDICES = (torch.int32, torch.int64)
 VIEWS = ("view", "slice", "t", "expand", "detach", "select", "unsqueeze", "squeeze", "alias")
 
 
@@ -56,17 +57,13 @@ class Work(TorchDispatchMode):
             one, other = (args[k] for k in PRODUCTS[operator])
             self.flops += 2 * one.numel() * other.size(-1)
         elif own or operator in BY_INDEX:
-            entries = max((t.size(-1) for t in given if _is_index(t)), default=0)
+            entries = max((t.size(-1) for t in given if t.dim() and t.dtype in INDICES), default=0)
             wide = [t for t in (*given, *_tensors(out)) if t.is_floating_point() and t.dim() > 0]
             row = max((t[:1].numel() * t.element_size() for t in wide if t.dim() > 1), default=8)
             self.gathered += entries * row
         elif operator not in VIEWS:
             self.moved += sum(t.numel() * t.element_size() for t in (*given, *_tensors(out)))
         return out
-
-
-def _is_index(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.int32, torch.int64) and tensor.dim() > 0
 
 
 def _tensors(out: Any) -> list[Tensor]:

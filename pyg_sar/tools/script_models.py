@@ -189,7 +189,8 @@ class Models:
             if isinstance(value, NodeMatrix) and value.made:
                 one = torch.ones(1, dtype=value.dtype, device=value.device)
                 return torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), one, (1, 1))
-            if _is_pair(value) or isinstance(value, NodeMatrix):
+            pairs = value.dim() == 2 and value.size(0) == 2 and value.dtype == torch.long
+            if pairs or isinstance(value, NodeMatrix):
                 return torch.zeros(2, 1, dtype=torch.long, device=value.device)
             if value.dim() == 0:
                 return value
@@ -252,10 +253,6 @@ class Models:
             for name, child in module._modules.items()
         }
         return out
-
-
-def _is_pair(value: Tensor) -> bool:
-    return value.dim() == 2 and value.size(0) == 2 and value.dtype == torch.long
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -210,7 +210,8 @@ class Evaluation:
                     selected[split].append((out[targets.masks[split]], targets.select(split)))
         for split, pairs in selected.items():
             if not self.totals[split]:
-                found |= dict.fromkeys(self._names(split))
+                found |= {f"{split}_accuracy": None} if self.classifies else {}
+                found[f"{split}_loss"] = None
                 measured |= {f"{split}_{name}": None for name in self.metrics}
                 continue
             pred, target = (
@@ -227,9 +228,6 @@ class Evaluation:
         if self.metrics or not self.objective.default:
             self._check_alike(found | measured)
         return found | measured
-
-    def _names(self, split: str) -> list[str]:
-        return [*([f"{split}_accuracy"] if self.classifies else []), f"{split}_loss"]
 
     def _check_alike(self, scores: Scores) -> None:
         """Raises where workers have other numbers, as of their own rows alone."""
