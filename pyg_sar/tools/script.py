@@ -31,9 +31,8 @@ from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import PygSarError, WorkerError
-from pyg_sar.files import TemporaryFolder, parse_bytes
+from pyg_sar.files import TemporaryFolder
 from pyg_sar.nn.made_edges import made_edges
-from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.graphs import settings_of
 from pyg_sar.tools.models import default_dtype
 from pyg_sar.tools.script_files import PrivateFiles
@@ -44,6 +43,7 @@ from pyg_sar.tools.script_together import Together
 from pyg_sar.tools.start import (
     add_hosting,
     default_workers,
+    hosting_of,
     levels_in,
     node_ids_of,
     tell_agent,
@@ -368,23 +368,20 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Runs ``pyg-sar run``, and returns the script's exit code."""
     if not Path(arguments.script).is_file():
         raise FileNotFoundError(2, "No such file", arguments.script)
-    store = arguments.store
-    if store not in (None, PINNED) and not Path(store).is_dir():
-        raise ValueError(f"--store {store}: there is no such folder")
-    memory, cache = arguments.memory, arguments.cache
+    cache = arguments.cache
     config = settings_of(
         ScriptConfig,
         arguments,
         arguments=tuple(arguments.arguments),
-        memory=None if memory is None else parse_bytes(memory, "--memory"),
         cache=None if cache is None else os.path.abspath(cache),
         node_ids=arguments.node_ids or None,
+        **hosting_of(arguments),
     )
     if arguments.parts is not None and arguments.parts < 1:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
-    workers = default_workers(arguments.parts or _WORKERS, store)
+    workers = default_workers(arguments.parts or _WORKERS, config.store)
     workers = workers if arguments.workers is None else arguments.workers
     if workers < 1 or (config.parts is not None and not workers <= config.parts):
         raise ValueError(

@@ -58,7 +58,7 @@ def on_workers(
 ) -> tuple[T, bool]:
     """Runs ``work(config)`` on each worker; returns rank 0's result, and whether it speaks here."""
     options: dict[str, Any] = {"backend": arguments.backend, "timeout": arguments.timeout}
-    hosting = _hosting(arguments)
+    hosting = hosting_of(arguments)
     if was_launched(arguments.workers):
         where = Hosting.of(1, hosting.get("memory"), hosting.get("store"))
         device, hosts = None if where is None else where.device, _hosts_parts(config.parts, hosting)
@@ -222,7 +222,7 @@ def _agreed_parts(root: str, comm: Communicator) -> int:
     return max(comm.all_gather_object(found))
 
 
-def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
+def hosting_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns where parts that wait are kept, as far as it was said."""
     options: dict[str, Any] = {}
     if arguments.memory is not None:

@@ -137,7 +137,11 @@ def verify(
         for _ in range(_TRIES):  # Rows are told by their number, so it must be another of edges.
             if part.num_nodes == part.num_edges and part.num_nodes > num_workers:
                 part = sample_nodes(data, part.num_nodes - 1, seed, node_ids, levels)
-        part = _doubled(part)
+        part = (
+            copy.copy(part)
+            .cpu()
+            .apply(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t)
+        )
         if num_workers > part.num_nodes:
             raise ValueError(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
@@ -231,13 +235,6 @@ def sample_nodes(
         if level == "edge" and rest.is_node_attr(name):  # to PyG, of as many edges as nodes
             sample[name] = rest[name][kept[source] & kept[target]]
     return restricted(sample, lists, nodes_kept, nodes)
-
-
-def _doubled(data: Data) -> Data:
-    def double(value: Any) -> Any:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return copy.copy(data).cpu().apply(double)
 
 
 # One pass ####################################################################
