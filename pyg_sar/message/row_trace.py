@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar.message.row_labels import (
     COUNT,
@@ -40,7 +39,8 @@ from pyg_sar.message.row_labels import (
     scatter_labels,
 )
 from pyg_sar.space.distributed_index import METADATA, name_of, storage_of
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import node_tensors
+from pyg_sar.tensors.nested import tensors_in
 from pyg_sar.tensors.node_tensor import RULES as NODE_RULES
 from pyg_sar.tensors.pointwise import by_element
 
@@ -305,7 +305,7 @@ class RowTrace(TorchDispatchMode):
             if a.alias_info is not None and a.alias_info.is_write
             if torch.Tag.inplace_view not in func.tags
         ]
-        results = [t for t in tree_leaves((out, written)) if isinstance(t, Tensor)]
+        results = tensors_in(out, written)
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
             self._draw(name, given, results)
         call = Call(name, given, results, self.labels, torch.Tag.pointwise in func.tags)
@@ -490,7 +490,7 @@ class Asked(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         trace = self._trace
-        if func not in METADATA and any(isinstance(t, NodeTensor) for t in tree_leaves(args)):
+        if func not in METADATA and node_tensors(args):
             raise WholeGraphError(name_of(func))
         if func in _MEMORY and isinstance(args[0], Tensor):
             trace.read.append(args[0])
