@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -61,33 +62,43 @@ class RowCopy(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in PASSES_BACK:
-            return pass_back(func, args, kwargs or {})
+            return pass_back(func, args, kwargs)
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__")
-        writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
-        into_out = isinstance((kwargs or {}).get("out"), cls)
-        writes = bool(args) and isinstance(args[0], cls) and writes
+        writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
         copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
+        targets = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
+        targets = [t for t in targets if isinstance(t, cls)]
         if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
             raise DistributedIndexError(
                 f"'{name}' takes a row of a node tensor that was written since: take the row again"
             )
-        if writes and not into_out and args[0].of:
-            return _write_row(func, args, kwargs or {})
-        if into_out or writes:
+        if targets and args and targets[0] is args[0] and targets[0].of:
+            return _write_row(func, args, kwargs)
+        if targets:
             raise DistributedIndexError(
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
             )
         plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
-            origins = [t for t in copies if isinstance(out, Tensor) and shares_memory(out, t)]
-        if origins:
-            out = out.as_subclass(cls)
-            out.of = origins[0].of
+            out = func(*mapped(plain, args), **mapped(plain, kwargs))
+        if isinstance(out, np.ndarray) and copies:
+            out.flags.writeable = False  # In one process it would be written into the tensor, too.
+        return mapped(lambda t: _view_of(copies, t), out)
+
+
+def _view_of(copies: list[Any], out: Tensor) -> Tensor:
+    """Returns a result, as a copy of rows where it is a view of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        origins = [t for t in copies if shares_memory(out, t)]
+    if not origins:
         return out
+    view = out.as_subclass(RowCopy)
+    view.of = origins[0].of
+    return view
 
 
 def _write_row(func: Any, args: Any, kwargs: Any) -> Any:

@@ -33,12 +33,11 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 @method(Tensor.select, torch.select)
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
-    """As ``x[3]``, whose gradient its owner alone makes."""
+    """As ``x[3]``, which can be written, and whose gradient its owner alone makes."""
     given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-    source, dim = given.get("input"), given.get("dim")
-    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
-    if learns and type(dim) is int and dim in (0, -source.dim()) and source.axis == 0:
-        return source[given["index"]]
+    source, dim, number = given.get("input"), given.get("dim"), given.get("index")
+    if isinstance(source, NodeTensor) and dim in (0, -source.dim()) and _is_number(number):
+        return source[number]
     return as_it_is(func, args, kwargs)
 
 

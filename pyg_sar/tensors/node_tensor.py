@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -187,14 +188,14 @@ class NodeTensor(Tensor):
             if hasattr(one, "goes_first"):
                 return NotImplemented  # A sparse matrix knows both.
         found = METHODS.get(func)
-        if isinstance(func, OpOverload | OpOverloadPacket) and not _is_own(func):
-            found = RULES.get(_full_name(func), refused)
+        if isinstance(func, OpOverload | OpOverloadPacket):
+            found = found if _is_own(func) else RULES.get(_full_name(func), refused)
+        elif kwargs and kwargs.get("out") is not None:
+            return _into_out(func, args, dict(kwargs))
         if found is not None:
             return found(func, args, kwargs or {})
-        if kwargs:
-            return as_it_is(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -251,6 +252,8 @@ class NodeTensor(Tensor):
             copy.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)
+        elif self.is_leaf and self.grad is not None:  # PyTorch copies no parameter's.
+            copy.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copy
         return copy
 
@@ -337,20 +340,21 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
 
 def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function, whose operators are then taken below autograd."""
-    if isinstance(kwargs.get("out"), Tensor):
-        return _into_out(func, args, dict(kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Calls a function with ``out=``, a tensor of the result's shape and dtype."""
-    out: Tensor = kwargs.pop("out")
+def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a function with ``out=``, one or several tensors of the results' shapes and dtypes."""
+    out = kwargs.pop("out")
     found = func(*args, **kwargs)
-    if not isinstance(found, Tensor) or found.shape != out.shape or found.dtype != out.dtype:
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise refusal(func, f"gives {what}, which 'out' doesn't fit: assign it", *args, out)
-    return out.copy_(found)
+    results, targets = tensors_in([found]), tensors_in([out])
+    kinds, fitting = ([(list(t.shape), t.dtype) for t in each] for each in (results, targets))
+    if kinds != fitting:
+        raise refusal(func, f"gives {kinds}, which 'out' doesn't fit: assign it", *args, *targets)
+    for target, result in zip(targets, results, strict=True):
+        target.copy_(result)
+    return out if isinstance(out, Tensor) else type(found)(targets)
 
 
 def _check_copies(func: Any, args: Any, kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.space.pyg_calls import library_frames
 from pyg_sar.tensors.boundary import Total, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
@@ -172,7 +173,8 @@ def _learning_extreme(func: Any, args: Any, kwargs: Any) -> Any:
 @method(torch.var_mean, torch.std_mean)
 def _both(func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(("input", "dim", "unbiased", "keepdim"), args, strict=False)) | kwargs
-    if isinstance(given.get("dim"), bool) or not isinstance(given["input"], NodeTensor):
+    named = given.keys() <= {"input", "dim", "unbiased", "correction", "keepdim"}  # not axis=
+    if not (named and isinstance(given["input"], NodeTensor)) or isinstance(given.get("dim"), bool):
         return as_it_is(func, args, kwargs)
     spread = torch.var if func is torch.var_mean else torch.std
     mean = _learning(
@@ -188,12 +190,21 @@ def _both(func: Any, args: Any, kwargs: Any) -> Any:
 )
 def _reduced_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Losses that are a mean or a sum of each element's, or row's, inside of one function."""
+    if func is F.l1_loss and "weight" not in kwargs:
+        kwargs = {**kwargs, "weight": _forgotten_weight()}
     how = kwargs.get("reduction", "mean")
     other = ("weight", "size_average", "reduce")
     if len(args) > 3 or how == "none" or any(kwargs.get(name) is not None for name in other):
         return as_it_is(func, args, kwargs)
     each = as_it_is(func, args, {**kwargs, "reduction": "none"})
     return each.mean() if how == "mean" else each.sum() / (each.size(0) if how[0] == "b" else 1)
+
+
+def _forgotten_weight() -> Any:
+    """Returns the ``weight`` of ``F.l1_loss``, which PyTorch 2.13 doesn't tell of subclasses."""
+    calls = (f for f in library_frames() if f.f_code.co_name == "l1_loss")
+    frame = next(calls, None)
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _largest(local: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:

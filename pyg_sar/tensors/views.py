@@ -159,7 +159,9 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 @rule("squeeze_", "unsqueeze_", "t_", "transpose_")
 def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     source, name = args[0], func._schema.name.rpartition("::")[2][:-1]
-    out = RULES[name](getattr(getattr(torch.ops.aten, name), func._overloadname), args, kwargs)
+    view = getattr(torch.ops.aten, name)
+    overload = func._overloadname if name != "transpose" else "int"
+    out = RULES[name](getattr(view, overload), args, kwargs)
     if not isinstance(out, NodeTensor):
         raise refusal(func, "of the rows' axis is not supported", source)
     source._local, source.axis = out.local, out.axis
