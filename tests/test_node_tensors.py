@@ -647,11 +647,13 @@ def test_copies_where_torch_has_views_are_written_as_these() -> None:
             torch.add(x[3], 1, out=x[4])
         with pytest.raises(DistributedIndexError, match="_foreach_add_.* copy of rows"):
             torch._foreach_add_([x[3]], 1.0)
-        run, row = x[2:5], x[3]
+        run, row, across = x[2:5], x[3], x.t()[:6].diagonal()
+        part = row.chunk(2)[0]
         x.data[0] = 0.0
         linear = lambda: F.linear(run, torch.eye(run.size(1)))  # noqa: E731
         add, double = (lambda: run + 1), (lambda: run[:, 1] * 2)
-        for stale in (add, double, linear, run.to_local, lambda: row + 1, lambda: row.zero_()):
+        plain = (lambda: row + 1, lambda: x + row, lambda: row.zero_(), lambda: part.sum())
+        for stale in (add, double, linear, run.to_local, run.tolist, *plain, lambda: x + across):
             with pytest.raises(DistributedIndexError, match="was written since"):
                 stale()
         for memory in (x.numpy(), x[3].numpy()):

@@ -25,13 +25,16 @@ class Origin:
     """The tensor that another is a copy of, where torch has a view. See [Note: copies for views].
 
     Args:
-        copy: The copy's rows.
+        copy: The copy's rows; of a plain copy all of it.
         source: What it is a view of.
         view: Returns the same view of another tensor with the source's rows.
+        row: The number of the one row that it is a copy of, if so.
     """
 
-    def __init__(self, copy: Tensor, source: Any, view: Callable[[Any], Any]) -> None:
-        self.copy, self.source, self._view = copy, source, view
+    def __init__(
+        self, copy: Tensor, source: Any, view: Callable[[Any], Any], row: int | None = None
+    ) -> None:
+        self.copy, self.source, self._view, self.row = copy, source, view, row
         self._seen = source.writes.count
 
     def stale(self) -> bool:
@@ -42,6 +45,10 @@ class Origin:
     def put(self) -> None:
         """Writes the copy where it was taken from."""
         source, local = self.source, self.source.local
+        if self.row is not None:
+            source[self.row] = self.copy
+            self._seen = source.writes.count
+            return
         places = torch.arange(local.numel(), device=local.device).view(local.shape)
         local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
         source.writes.add()
@@ -54,11 +61,12 @@ class RowCopy(Tensor):
     """A plain copy where torch gives a view. See [Note: copies for views].
 
     Attributes:
-        of: Of one row of a node tensor: that tensor, the row's number, all of the row, and the
-            writes that it has seen.
+        origin: What it, or the copy that it is a part of, is a copy of. Of one row it is written
+            there, too.
     """
 
-    of: list[Any] | None = None
+    origin: Origin
+    goes_first = True  # before node tensors, which don't look whether it is stale
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,46 +77,44 @@ class RowCopy(Tensor):
         writes = name.endswith("_") and not name.endswith("__")
         writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
         copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
-        targets = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
-        targets = [t for t in targets if isinstance(t, cls)]
-        if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
+        written = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
+        targets = [t for t in written if isinstance(t, cls)]
+        if name != "__get__" and any(t.origin.stale() for t in copies):
             raise DistributedIndexError(
-                f"'{name}' takes a row of a node tensor that was written since: take the row again"
+                f"'{name}' takes a view of a node tensor that was written since: take it again"
             )
-        if targets and args and targets[0] is args[0] and targets[0].of:
-            return _write_row(func, args, kwargs)
-        if targets:
+        row = targets and args and targets[0] is args[0] and targets[0].origin.row is not None
+        if targets and not row:
             raise DistributedIndexError(
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
             )
-        plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*mapped(plain, args), **mapped(plain, kwargs))
+        out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
+        if row:
+            targets[0].origin.put()
+            return args[0]
         if isinstance(out, np.ndarray) and copies:
             out.flags.writeable = False  # In one process it would be written into the tensor, too.
         return mapped(lambda t: _view_of(copies, t), out)
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor) if isinstance(tensor, RowCopy) else tensor
+
+
 def _view_of(copies: list[Any], out: Tensor) -> Tensor:
     """Returns a result, as a copy of rows where it is a view of one."""
     with torch._C.DisableTorchFunctionSubclass():
-        origins = [t for t in copies if shares_memory(out, t)]
-    if not origins:
-        return out
-    view = out.as_subclass(RowCopy)
-    view.of = origins[0].of
-    return view
+        origins = [t.origin for t in copies if shares_memory(out, t)]
+        return row_copy(out, origins[0]) if origins else out
 
 
-def _write_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes into a row, or a part of it, and then the row into the tensor that it is of."""
-    of: list[Any] = args[0].of
-    with torch._C.DisableTorchFunctionSubclass():
-        func(*args, **kwargs)
-    of[0][of[1]] = of[2]
-    of[3] = of[0].writes.count
-    return args[0]
+def row_copy(copy: Tensor, origin: Origin) -> Tensor:
+    """Returns a plain copy that knows what it is a copy of."""
+    found = copy.as_subclass(RowCopy)
+    found.origin = origin
+    return found
 
 
 _IN_PLACE = frozenset(

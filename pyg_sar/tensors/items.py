@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, RowCopy, as_it_is, method
+from pyg_sar.tensors.copies import Origin, row_copy
+from pyg_sar.tensors.node_tensor import NodeTensor, as_it_is, method
 
 
 @method(Tensor.__getitem__)
@@ -24,8 +25,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
             )
         row = source[first % source.size(0) :][:1]
         row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
-        row = row.as_subclass(RowCopy)
-        row.of = [source, int(first) % source.size(0), row.as_subclass(Tensor), source.writes.count]
+        number = int(first) % source.size(0)
+        row = row_copy(row, Origin(row, source, lambda t: t[number], number))
         return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)

@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
-from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
+from pyg_sar.tensors.copies import PASSES_BACK, Origin, pass_back, row_copy, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
@@ -328,8 +328,7 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
     if not isinstance(x, NodeTensor):
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
-    if x.origin is not None:
-        _check_copies(NodeTensor.to_local, x, None)
+    _check_copies(NodeTensor.to_local, x, None)
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
@@ -390,15 +389,16 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
 
 def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
     """Returns a view, with its origin where it is a copy."""
-    if not isinstance(out, NodeTensor):
-        return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
     source = args[0]
+    if not isinstance(out, NodeTensor):
+        plain = isinstance(out, Tensor) and isinstance(source, NodeTensor)
+        return row_copy(out, Origin(out, source, view)) if plain else out
     if out.make is None and source.make is None and shares_memory(out.local, source.local):
         out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
-    if source.edges is None:
+    if out.edges is None:
         out.origin = Origin(out.local, source, view)
-    elif out.edges is not None:  # The same ids, which nothing has asked for yet.
+    else:  # The same ids, which nothing has asked for yet.
         out.writes, edges = source.writes, out.edges
         out.edges = edges
     return out
@@ -478,6 +478,7 @@ def whole(value: Any, what: str) -> Any:
     """
     if not isinstance(value, NodeTensor):
         return value
+    _check_copies(NodeTensor.full_tensor, value, None)
     with torch.no_grad():
         return value.rows.whole(value.local, value.axis, what)
 

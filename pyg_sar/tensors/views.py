@@ -247,7 +247,7 @@ def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
     return source.__getitem__((*[slice(None)] * (dim % source.dim()), slice(start, start + length)))
 
 
-@rule("split", "split_with_sizes", "unbind", "chunk", "unsafe_split", "unsafe_chunk")
+@rule("split", "split_with_sizes", "unbind", "unsafe_split")
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     source = given["self"]
