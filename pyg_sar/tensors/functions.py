@@ -99,6 +99,15 @@ def _set(func: Any, args: Any, kwargs: Any) -> Tensor:
     return cast(Tensor, target)
 
 
+@rule("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """Gradients times a factor, of ``GradScaler``: ``found`` is 1 where one is not finite."""
+    gradients, found, factor = args
+    for gradient in gradients:
+        found.masked_fill_(~gradient.isfinite().all(), 1.0)
+        gradient.mul_(factor)
+
+
 # Functions that leave torch ###################################################
 
 

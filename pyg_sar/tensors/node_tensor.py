@@ -126,6 +126,9 @@ class NodeTensor(Tensor):
             device=local.device,
             requires_grad=False,
         )
+        torch._C._set_throw_on_mutable_data_ptr(
+            out
+        )  # There is nothing: others' C++ would end here.
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges, out._column = Writes(local), (None, 0), None
         return out
@@ -328,7 +331,8 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
     if not isinstance(x, NodeTensor):
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
-    _check_copies(NodeTensor.to_local, x, None)
+    if x.origin is not None:
+        _check_copies(NodeTensor.to_local, x, None)
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
