@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
@@ -131,6 +132,7 @@ WRITES: dict[str, Callable[[Values, Tensor], None]] = {
         t, (v.ids[:3], slice(None), torch.arange(3)), _line(6).view(3, 2)
     ),
     "a row in place": lambda v, t: t[3].mul_(v.z[4]).add_(t[5]),
+    "a row by a tensor in place": lambda v, t: t[torch.tensor(3)].mul_(v.z[4]),
     "a part of a row in place": lambda v, t: t[-3][1].mul_(v.z[4, 0]),
     "a run in place": lambda v, t: t[2:9].mul_(v.z[4]),
     "a part of a run in place": lambda v, t: t[2:9][:, 1].mul_(v.z[:7, 0]),
@@ -659,6 +661,10 @@ def test_copies_where_torch_has_views_are_written_as_these() -> None:
         for memory in (x.numpy(), x[3].numpy()):
             with pytest.raises(ValueError, match="read-only"):
                 memory[0] = 1
+        learned = torch.nn.Parameter(x[3])
+        (x @ learned).sum().backward()
+        torch.testing.assert_close(learned.grad, x.detach().sum(0))
+        assert torch.equal(deepcopy(x[3]), pickle.loads(pickle.dumps(x[3])))
         leaf = x.detach().requires_grad_()
         leaf.square().sum().backward()
         assert torch.equal(deepcopy(leaf).grad, leaf.grad)

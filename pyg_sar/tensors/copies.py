@@ -10,6 +10,7 @@ leave out those by ``x.data``, and those in inference mode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -68,13 +69,19 @@ class RowCopy(Tensor):
     origin: Origin
     goes_first = True  # before node tensors, which don't look whether it is stale
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(_plain(self), memo)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in PASSES_BACK:
             return pass_back(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
+        writes = name.endswith("_") and not name.endswith("__") and name not in _FLAGS
         writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
         copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
         written = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
@@ -89,7 +96,11 @@ class RowCopy(Tensor):
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
             )
-        out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
+        if len(types) > 1:  # Node tensors have functions of their own.
+            out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **kwargs)
         if row:
             targets[0].origin.put()
             return args[0]
@@ -107,7 +118,7 @@ def _view_of(copies: list[Any], out: Tensor) -> Tensor:
     """Returns a result, as a copy of rows where it is a view of one."""
     with torch._C.DisableTorchFunctionSubclass():
         origins = [t.origin for t in copies if shares_memory(out, t)]
-        return row_copy(out, origins[0]) if origins else out
+        return row_copy(out, origins[0]) if origins and type(out) is Tensor else out
 
 
 def row_copy(copy: Tensor, origin: Origin) -> Tensor:
@@ -117,6 +128,7 @@ def row_copy(copy: Tensor, origin: Origin) -> Tensor:
     return found
 
 
+_FLAGS = frozenset(("requires_grad_", "detach_"))
 _IN_PLACE = frozenset(
     f"__{name}__"
     for name in (

@@ -253,7 +253,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         _PUT(out.local, indices, reach, accumulate)
         return out
     index = indices[axis]
-    beyond = any(indices[k].dim() > 1 or len(index) < indices[k].numel() for k in named)
+    beyond = any(indices[k].dim() > 1 or index.numel() < indices[k].numel() for k in named)
     if axis != 0 or index.dim() != 1 or beyond:
         return _put_gathered(given, out)
     chosen = choose(target.rows, index)

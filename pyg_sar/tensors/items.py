@@ -18,14 +18,15 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     """One row is a plain tensor: autograd can't take it for a view."""
     source, key = args
     first = key[0] if isinstance(key, tuple) and key else key
-    if isinstance(source, NodeTensor) and source.axis == 0 and _is_number(first):
+    if isinstance(source, NodeTensor) and source.axis == 0 and _is_row(first):
+        first = int(first)
         if not -source.size(0) <= first < source.size(0):
             raise IndexError(
                 f"index {first} is out of bounds for dimension 0 with size {source.size(0)}"
             )
         row = source[first % source.size(0) :][:1]
         row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
-        number = int(first) % source.size(0)
+        number = first % source.size(0)
         row = row_copy(row, Origin(row, source, lambda t: t[number], number))
         return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
     with torch._C.DisableTorchFunctionSubclass():
@@ -80,7 +81,7 @@ def _is_row(key: Any) -> bool:
     """Returns whether a part of a key names one row or column, for which torch makes a view."""
     if isinstance(key, Tensor):
         whole = not key.is_floating_point() and key.dtype not in (torch.bool, torch.uint8)
-        return key.dim() == 0 and whole
+        return key.dim() == 0 and whole and not torch._C._functorch.is_functorch_wrapped_tensor(key)
     return _is_number(key)
 
 
