@@ -81,7 +81,7 @@ class RowCopy(Tensor):
         if func in PASSES_BACK:
             return pass_back(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__") and name not in _FLAGS
+        writes = name.endswith("_") and not name.endswith("__") and name not in _OF_ITSELF
         writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
         copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
         written = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
@@ -96,11 +96,11 @@ class RowCopy(Tensor):
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
             )
-        if len(types) > 1:  # Node tensors have functions of their own.
-            out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
-        else:
+        if name in _OF_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **kwargs)
+        else:
+            out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
         if row:
             targets[0].origin.put()
             return args[0]
@@ -128,7 +128,10 @@ def row_copy(copy: Tensor, origin: Origin) -> Tensor:
     return found
 
 
-_FLAGS = frozenset(("requires_grad_", "detach_"))
+_HOOKS = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
+_OF_ITSELF = frozenset(("__get__", "__set__", "requires_grad_", "detach_", *_HOOKS))
+"""Functions of the tensor, not of its numbers."""
+
 _IN_PLACE = frozenset(
     f"__{name}__"
     for name in (

@@ -206,11 +206,13 @@ class NodeTensor(Tensor):
     ) -> Any:
         name = func._schema.name.rpartition("::")[2]
         found = RULES.get(name) if _is_own(func) else refused
-        if found is None:
-            # In inference mode operators that are composed of others come as they are.
+        composed = torch.is_inference_mode_enabled() and found is not refused and name[0] != "_"
+        if found is None or composed:
+            # There operators that are composed of others come as they are: no rule is for these.
             out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
+        if found is None:
             found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else _without_rule(func)
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused

@@ -454,7 +454,7 @@ def _cumulated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(
-    *("sort", "argsort", "cummax", "cummin", "kthvalue", "median"),
+    *("sort", "cummax", "cummin", "kthvalue", "median"),
     *("mode", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
@@ -523,8 +523,8 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(
     *("_unique2", "unique_consecutive", "histc", "nonzero", "searchsorted", "isin"),
-    *("bucketize", "unique_dim", "quantile", "_local_scalar_dense", "is_nonzero", "histogram"),
-    *("trapezoid", "take", "_sparse_coo_tensor_unsafe"),
+    *("bucketize", "unique_dim", "_local_scalar_dense", "histogram"),
+    *("take", "_sparse_coo_tensor_unsafe"),
     *("nonzero_static", "_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward"),
     *("diag_embed", "allclose"),
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
@@ -599,7 +599,7 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(
     *("mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-    *("l1_loss", "binary_cross_entropy_with_logits"),
+    "binary_cross_entropy_with_logits",
 )
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Losses of each element, whose ``reduction`` is over all rows."""

@@ -64,7 +64,7 @@ def _new_rows(
     return None
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy")
+@rule("view", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     source, shape = args[0], args[1]
     if isinstance(shape, torch.dtype):
@@ -113,7 +113,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     return out if out.is_floating_point() else _same_column(source, out)
 
 
-@rule("t", "transpose", "permute", "movedim", "swapaxes")
+@rule("t", "transpose", "permute")
 def _permute(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     order = _order(func, args, source.dim())
@@ -239,12 +239,6 @@ def _first_edges(func: Any, source: NodeTensor, count: int) -> NodeTensor | None
             source,
         )
     return None
-
-
-@rule("narrow")
-def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dim, start, length = args
-    return source.__getitem__((*[slice(None)] * (dim % source.dim()), slice(start, start + length)))
 
 
 @rule("split", "split_with_sizes", "unbind", "unsafe_split")
