@@ -413,6 +413,7 @@ CASES |= {
     "pools": lambda v: F.max_pool1d(v.z, 2) + F.avg_pool1d(v.z, 2) + F.lp_pool1d(v.z, 2, 2),
     "unfold": lambda v: v.x.unfold(1, 2, 2),
     "var_mean": lambda v: torch.cat(torch.var_mean(v.x, 0)),
+    "pieces of no rows": lambda v: len(v.x[v.y > 9].split(3)) + len(v.x[:0].chunk(2)),
     "var_mean of all": lambda v: torch.stack(torch.var_mean(v.x, False)),
     "std_mean of rows": lambda v: torch.stack(torch.std_mean(v.x, 1)),
     "fft": lambda v: torch.fft.rfft(v.x).abs(),

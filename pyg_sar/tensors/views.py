@@ -259,7 +259,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     sizes = given.get("split_sizes")
     if sizes is None:
         size, total = int(given["split_size"]), source.size(dim)
-        sizes = [min(size, total - first) for first in range(0, total, size)]
+        sizes = [min(size, total - first) for first in range(0, total, size)] if total else [0]
     out, first = [], 0
     for size in sizes:
         rows = source.rows.sliced(first, first + size, 1)
