@@ -215,8 +215,21 @@ def addresses(data: Data, converted: Converted) -> Any:
     return edges.as_tensor(), copy.as_tensor(), copy is edges, kinds, same
 
 
+def scaled_losses(data: Data, converted: Converted) -> Any:
+    """A step is left out where a gradient of some row is infinite."""
+    weight = data.x.clone().requires_grad_()
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for scale in (1.0, float("inf"), 2.0):
+        optimizer.zero_grad()
+        scaler.scale((weight[3:5] * scale).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weight, scaler.get_scale()
+
+
 def test_what_autograd_does_not_see(tmp_path: Path) -> None:
-    equal(tmp_path, data_assigned, ascended, distributions, addresses)
+    equal(tmp_path, data_assigned, ascended, distributions, addresses, scaled_losses)
 
     def refused() -> None:
         data, plain = pyg_sar.load_partition(tmp_path / "parts"), torch.zeros(NODES, 6)
@@ -233,6 +246,8 @@ def test_what_autograd_does_not_see(tmp_path: Path) -> None:
         ):
             with pytest.raises(DistributedIndexError, match=r"reads memory.*x\.to_local\(\)"):
                 use()
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            torch.utils.dlpack.to_dlpack(data.x)
         for values in (torch.ones(NODES, 6, dtype=DOUBLE), data.x[data.mask]):
             with pytest.raises(DistributedIndexError, match=r"x\.data = values"):
                 data.x.data = values

@@ -368,6 +368,8 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an entry": lambda e, kind: e.__setitem__((0, 3), 5),
     "an edge": lambda e, kind: e.__setitem__((slice(None), 3), 5),
     "a run of edges": lambda e, kind: e.__setitem__((slice(None), slice(3, 9)), 5),
+    "a run of edges in place": lambda e, kind: e[:, 3:9].fill_(5),
+    "a piece of the edges": lambda e, kind: e.chunk(3, 1)[1].zero_(),
     "edges of a kind": lambda e, kind: e.__setitem__((slice(None), kind == 1), 5),
     "a column of the transpose": lambda e, kind: e.t().__setitem__((slice(None), 0), 3),
     "what shares its memory": lambda e, kind: e.detach().view(2, -1).zero_(),

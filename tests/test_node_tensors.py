@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,12 +132,29 @@ WRITES: dict[str, Callable[[Values, Tensor], None]] = {
         t, (v.ids[:3], slice(None), torch.arange(3)), _line(6).view(3, 2)
     ),
     "a row in place": lambda v, t: t[3].mul_(v.z[4]).add_(t[5]),
+    "a row by a tensor in place": lambda v, t: t[torch.tensor(3)].mul_(v.z[4]),
     "a part of a row in place": lambda v, t: t[-3][1].mul_(v.z[4, 0]),
     "a run in place": lambda v, t: t[2:9].mul_(v.z[4]),
     "a part of a run in place": lambda v, t: t[2:9][:, 1].mul_(v.z[:7, 0]),
     "rows of a transpose by a mask": lambda v, t: put(t.permute(1, 2, 0), (..., v.m), 2.0),
     "not of a contiguous copy": lambda v, t: t.transpose(1, 2).contiguous().add_(1),
+    "not of a copy of another dtype": lambda v, t: t.to(torch.float32).mul_(2),
+    "a narrowed run in place": lambda v, t: t.narrow(0, 4, 3).narrow(1, 0, 1).mul_(3),
+    "a selected row in place": lambda v, t: t.select(0, 3).mul_(v.z[4]),
+    "axes in place": lambda v, t: t.transpose_(0, 1).mul_(2).swapaxes_(1, 0),
+    "columns of one row": lambda v, t: put(t, (torch.tensor([3]), torch.tensor([0, 1])), 7.0),
 }
+
+
+def outs(v: Values) -> Tensor:
+    """Results that are written into several tensors, of all workers or of rows."""
+    most, places = torch.zeros(6, dtype=DOUBLE), torch.zeros(6, dtype=torch.long)
+    torch.max(v.x.detach(), 0, out=(most, places))
+    order = torch.zeros_like(v.x), torch.zeros_like(v.x, dtype=torch.long)
+    torch.sort(v.x.detach(), 1, out=order)
+    chosen = torch.zeros(int(v.m.sum()), dtype=DOUBLE)
+    torch.masked_select(v.x[:, 0].detach(), v.m, out=chosen)
+    return order[0] * order[1] * most + places + chosen.sum()
 
 
 def two_slices(v: Values) -> Tensor:
@@ -314,6 +333,13 @@ CASES: dict[str, Callable[[Values], Any]] = {
         ).to_sparse_csr(),
         v.x,
     ),
+    "out= of several": outs,
+    "matrices by keyword": lambda v: torch.matmul(input=v.x, other=v.w),
+    "values by keyword": lambda v: torch.masked_select(input=v.x[:, 0], mask=v.m),
+    "classes by keyword": lambda v: F.one_hot(input=v.y, num_classes=6) * v.x,
+    "var_mean along an axis": lambda v: torch.cat(torch.var_mean(v.x, axis=0, keepdims=True)),
+    "weighted differences": lambda v: F.l1_loss(v.x, v.x.detach().sin(), weight=v.x.abs()),
+    "sum of products": lambda v: torch.addbmm(_ones(2, 4), v.z, v.w[:3].expand(N, 3, 4)),
     "out=": lambda v: torch.index_select(v.m, 0, v.y, out=v.m.new_empty(N)),
 }
 
@@ -387,6 +413,8 @@ CASES |= {
     "pools": lambda v: F.max_pool1d(v.z, 2) + F.avg_pool1d(v.z, 2) + F.lp_pool1d(v.z, 2, 2),
     "unfold": lambda v: v.x.unfold(1, 2, 2),
     "var_mean": lambda v: torch.cat(torch.var_mean(v.x, 0)),
+    "pieces of no rows": lambda v: len(v.x[v.y > 9].split(3)) + len(v.x[:0].chunk(2)),
+    "var_mean of all": lambda v: torch.stack(torch.var_mean(v.x, False)),
     "std_mean of rows": lambda v: torch.stack(torch.std_mean(v.x, 1)),
     "fft": lambda v: torch.fft.rfft(v.x).abs(),
     "fft along nodes": lambda v: torch.fft.fft(v.x, dim=0).abs(),
@@ -617,18 +645,33 @@ def test_copies_where_torch_has_views_are_written_as_these() -> None:
             F.relu(t[13], inplace=True)
             t[:6].diagonal().add_(4)
             torch.nn.init.ones_(t[15])
+            t[16].chunk(2)[1].zero_()
+            for number in t[17]:
+                number.neg_()
         torch.testing.assert_close(whole(x, "test"), plain)
         with pytest.raises(DistributedIndexError, match="copy of rows"):
             torch.add(x[3], 1, out=x[4])
-        run, row = x[2:5], x[3]
+        with pytest.raises(DistributedIndexError, match="_foreach_add_.* copy of rows"):
+            torch._foreach_add_([x[3]], 1.0)
+        run, row, across = x[2:5], x[3], x.t()[:6].diagonal()
+        part = row.chunk(2)[0]
         x.data[0] = 0.0
         linear = lambda: F.linear(run, torch.eye(run.size(1)))  # noqa: E731
         add, double = (lambda: run + 1), (lambda: run[:, 1] * 2)
-        for stale in (add, double, linear, run.to_local, lambda: row + 1, lambda: row.zero_()):
+        plain = (lambda: row + 1, lambda: x + row, lambda: row.zero_(), lambda: part.sum())
+        for stale in (add, double, linear, run.to_local, run.tolist, *plain, lambda: x + across):
             with pytest.raises(DistributedIndexError, match="was written since"):
                 stale()
-        with pytest.raises(ValueError, match="read-only"):
-            x.numpy()[0] = 1
+        for memory in (x.numpy(), x[3].numpy()):
+            with pytest.raises(ValueError, match="read-only"):
+                memory[0] = 1
+        learned = torch.nn.Parameter(x[3])
+        (x @ learned).sum().backward()
+        torch.testing.assert_close(learned.grad, x.detach().sum(0))
+        assert torch.equal(deepcopy(x[3]), pickle.loads(pickle.dumps(x[3])))
+        leaf = x.detach().requires_grad_()
+        leaf.square().sum().backward()
+        assert torch.equal(deepcopy(leaf).grad, leaf.grad)
 
     parts(write, 2)
 

@@ -10,8 +10,10 @@ leave out those by ``x.data``, and those in inference mode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -24,13 +26,16 @@ class Origin:
     """The tensor that another is a copy of, where torch has a view. See [Note: copies for views].
 
     Args:
-        copy: The copy's rows.
+        copy: The copy's rows; of a plain copy all of it.
         source: What it is a view of.
         view: Returns the same view of another tensor with the source's rows.
+        row: The number of the one row that it is a copy of, if so.
     """
 
-    def __init__(self, copy: Tensor, source: Any, view: Callable[[Any], Any]) -> None:
-        self.copy, self.source, self._view = copy, source, view
+    def __init__(
+        self, copy: Tensor, source: Any, view: Callable[[Any], Any], row: int | None = None
+    ) -> None:
+        self.copy, self.source, self._view, self.row = copy, source, view, row
         self._seen = source.writes.count
 
     def stale(self) -> bool:
@@ -41,6 +46,10 @@ class Origin:
     def put(self) -> None:
         """Writes the copy where it was taken from."""
         source, local = self.source, self.source.local
+        if self.row is not None:
+            source[self.row] = self.copy
+            self._seen = source.writes.count
+            return
         places = torch.arange(local.numel(), device=local.device).view(local.shape)
         local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
         source.writes.add()
@@ -53,52 +62,75 @@ class RowCopy(Tensor):
     """A plain copy where torch gives a view. See [Note: copies for views].
 
     Attributes:
-        of: Of one row of a node tensor: that tensor, the row's number, all of the row, and the
-            writes that it has seen.
+        origin: What it, or the copy that it is a part of, is a copy of. Of one row it is written
+            there, too.
     """
 
-    of: list[Any] | None = None
+    origin: Origin
+    goes_first = True  # before node tensors, which don't look whether it is stale
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(_plain(self), memo)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in PASSES_BACK:
-            return pass_back(func, args, kwargs or {})
+            return pass_back(func, args, kwargs)
         name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
-        into_out = isinstance((kwargs or {}).get("out"), cls)
-        writes = bool(args) and isinstance(args[0], cls) and writes
+        writes = name.endswith("_") and not name.endswith("__") and name not in _OF_ITSELF
+        writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
         copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
-        if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
+        written = tensors_in([*args, *kwargs.values()][: int(writes)], kwargs.get("out"))
+        targets = [t for t in written if isinstance(t, cls)]
+        if name != "__get__" and any(t.origin.stale() for t in copies):
             raise DistributedIndexError(
-                f"'{name}' takes a row of a node tensor that was written since: take the row again"
+                f"'{name}' takes a view of a node tensor that was written since: take it again"
             )
-        if writes and not into_out and args[0].of:
-            return _write_row(func, args, kwargs or {})
-        if into_out or writes:
+        row = targets and args and targets[0] is args[0] and targets[0].origin.row is not None
+        if targets and not row:
             raise DistributedIndexError(
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
             )
-        plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
-            origins = [t for t in copies if isinstance(out, Tensor) and shares_memory(out, t)]
-        if origins:
-            out = out.as_subclass(cls)
-            out.of = origins[0].of
-        return out
+        if name in _OF_ITSELF:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **kwargs)
+        else:
+            out = func(*mapped(_plain, args), **mapped(_plain, kwargs))
+        if row:
+            targets[0].origin.put()
+            return args[0]
+        if isinstance(out, np.ndarray) and copies:
+            out.flags.writeable = False  # In one process it would be written into the tensor, too.
+        return mapped(lambda t: _view_of(copies, t), out)
 
 
-def _write_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes into a row, or a part of it, and then the row into the tensor that it is of."""
-    of: list[Any] = args[0].of
+def _plain(tensor: Tensor) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        func(*args, **kwargs)
-    of[0][of[1]] = of[2]
-    of[3] = of[0].writes.count
-    return args[0]
+        return tensor.as_subclass(Tensor) if isinstance(tensor, RowCopy) else tensor
 
+
+def _view_of(copies: list[Any], out: Tensor) -> Tensor:
+    """Returns a result, as a copy of rows where it is a view of one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        origins = [t.origin for t in copies if shares_memory(out, t)]
+        return row_copy(out, origins[0]) if origins and type(out) is Tensor else out
+
+
+def row_copy(copy: Tensor, origin: Origin) -> Tensor:
+    """Returns a plain copy that knows what it is a copy of."""
+    found = copy.as_subclass(RowCopy)
+    found.origin = origin
+    return found
+
+
+_HOOKS = "retain_grad", "register_hook", "register_post_accumulate_grad_hook"
+_OF_ITSELF = frozenset(("__get__", "__set__", "requires_grad_", "detach_", *_HOOKS))
+"""Functions of the tensor, not of its numbers."""
 
 _IN_PLACE = frozenset(
     f"__{name}__"

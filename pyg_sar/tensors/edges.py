@@ -270,8 +270,8 @@ def _of_plain(matrix: Tensor, rows: Rows) -> NodeMatrix:
 )
 def _times_rows(func: Any, args: Any, kwargs: Any) -> Any:
     """A square sparse matrix that all workers hold, times rows: each worker computes its own."""
-    matrix, x, plain = args[0], args[-1], type(args[0]) is Tensor
-    if plain and len(args) == 2 and not kwargs and matrix.layout in _FORMS and x.axis == 0:
+    matrix, x = args if len(args) == 2 and not kwargs else (None, None)
+    if x is not None and type(matrix) is Tensor and matrix.layout in _FORMS and x.axis == 0:
         total = x.rows.total
         fits = matrix.shape == (total, total) and matrix.dtype == x.dtype and x.dtype in _SUMMED
         if fits and x.dim() < 3 and not matrix.requires_grad:

@@ -99,6 +99,15 @@ def _set(func: Any, args: Any, kwargs: Any) -> Tensor:
     return cast(Tensor, target)
 
 
+@rule("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(func: Any, args: Any, kwargs: Any) -> None:
+    """Gradients times a factor, of ``GradScaler``: ``found`` is 1 where one is not finite."""
+    gradients, found, factor = args
+    for gradient in gradients:
+        found.masked_fill_(~gradient.isfinite().all(), 1.0)
+        gradient.mul_(factor)
+
+
 # Functions that leave torch ###################################################
 
 
@@ -118,10 +127,10 @@ def _leaves(func: Any, args: Any, kwargs: Any) -> Any:
 @method(F.one_hot)
 def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
     """Each row's, with as many classes as the whole tensor has."""
-    values = args[0]
-    given = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    named = dict(zip(("input", "num_classes"), args, strict=False)) | kwargs
+    values, given = named["input"], named.get("num_classes", -1)
     if values.dtype != torch.long or not values.numel():
-        return func(whole(values, "one_hot()"), *args[1:], **kwargs)
+        return func(whole(values, "one_hot()"), given)
     low, high = int(values.min()), int(values.max())
     if low < 0:
         raise RuntimeError("Class values must be non-negative.")

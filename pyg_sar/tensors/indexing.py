@@ -204,7 +204,8 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
 
 @method(Tensor.masked_select, torch.masked_select)
 def _masked_select(func: Any, args: Any, kwargs: Any) -> Any:
-    source, mask = args[0], args[1] if len(args) > 1 else kwargs["mask"]
+    given = dict(zip(("input", "mask"), args, strict=False)) | kwargs
+    source, mask = given["input"], given["mask"]
     if source.shape == mask.shape and source.dim() == 1:
         return source[mask]
     with torch._C.DisableTorchFunctionSubclass():
@@ -252,7 +253,8 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         _PUT(out.local, indices, reach, accumulate)
         return out
     index = indices[axis]
-    if index.dim() != 1 or axis != 0 or any(indices[k].dim() > 1 for k in named):
+    beyond = any(indices[k].dim() > 1 or index.numel() < indices[k].numel() for k in named)
+    if axis != 0 or index.dim() != 1 or beyond:
         return _put_gathered(given, out)
     chosen = choose(target.rows, index)
     inner = target.dim() - len(named) if len(named) > 1 else target.dim() - 1

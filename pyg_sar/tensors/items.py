@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, RowCopy, as_it_is, method
+from pyg_sar.tensors.copies import Origin, row_copy
+from pyg_sar.tensors.node_tensor import NodeTensor, as_it_is, method
 
 
 @method(Tensor.__getitem__)
@@ -17,15 +18,16 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     """One row is a plain tensor: autograd can't take it for a view."""
     source, key = args
     first = key[0] if isinstance(key, tuple) and key else key
-    if isinstance(source, NodeTensor) and source.axis == 0 and _is_number(first):
+    if isinstance(source, NodeTensor) and source.axis == 0 and _is_row(first):
+        first = int(first)
         if not -source.size(0) <= first < source.size(0):
             raise IndexError(
                 f"index {first} is out of bounds for dimension 0 with size {source.size(0)}"
             )
         row = source[first % source.size(0) :][:1]
         row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
-        row = row.as_subclass(RowCopy)
-        row.of = [source, int(first) % source.size(0), row.as_subclass(Tensor), source.writes.count]
+        number = first % source.size(0)
+        row = row_copy(row, Origin(row, source, lambda t: t[number], number))
         return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)
@@ -33,12 +35,11 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
 
 @method(Tensor.select, torch.select)
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
-    """As ``x[3]``, whose gradient its owner alone makes."""
+    """As ``x[3]``, which can be written, and whose gradient its owner alone makes."""
     given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
-    source, dim = given.get("input"), given.get("dim")
-    learns = isinstance(source, NodeTensor) and source.requires_grad and torch.is_grad_enabled()
-    if learns and type(dim) is int and dim in (0, -source.dim()) and source.axis == 0:
-        return source[given["index"]]
+    source, dim, number = given.get("input"), given.get("dim"), given.get("index")
+    if isinstance(source, NodeTensor) and dim in (0, -source.dim()) and _is_number(number):
+        return source[number]
     return as_it_is(func, args, kwargs)
 
 
@@ -80,7 +81,7 @@ def _is_row(key: Any) -> bool:
     """Returns whether a part of a key names one row or column, for which torch makes a view."""
     if isinstance(key, Tensor):
         whole = not key.is_floating_point() and key.dtype not in (torch.bool, torch.uint8)
-        return key.dim() == 0 and whole
+        return key.dim() == 0 and whole and not torch._C._functorch.is_functorch_wrapped_tensor(key)
     return _is_number(key)
 
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -46,7 +47,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
-from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
+from pyg_sar.tensors.copies import PASSES_BACK, Origin, pass_back, row_copy, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
@@ -125,6 +126,8 @@ class NodeTensor(Tensor):
             device=local.device,
             requires_grad=False,
         )
+        # It has no memory: C++ of others that reads it raises, where the process would end.
+        torch._C._set_throw_on_mutable_data_ptr(out)
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges, out._column = Writes(local), (None, 0), None
         return out
@@ -187,14 +190,14 @@ class NodeTensor(Tensor):
             if hasattr(one, "goes_first"):
                 return NotImplemented  # A sparse matrix knows both.
         found = METHODS.get(func)
-        if isinstance(func, OpOverload | OpOverloadPacket) and not _is_own(func):
-            found = RULES.get(_full_name(func), refused)
+        if isinstance(func, OpOverload | OpOverloadPacket):
+            found = found if _is_own(func) else RULES.get(_full_name(func), refused)
+        elif kwargs and kwargs.get("out") is not None:
+            return _into_out(func, args, dict(kwargs))
         if found is not None:
             return found(func, args, kwargs or {})
-        if kwargs:
-            return as_it_is(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args)
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -202,11 +205,13 @@ class NodeTensor(Tensor):
     ) -> Any:
         name = func._schema.name.rpartition("::")[2]
         found = RULES.get(name) if _is_own(func) else refused
-        if found is None:
-            # In inference mode operators that are composed of others come as they are.
+        composed = torch.is_inference_mode_enabled() and found is not refused and name[0] != "_"
+        if found is None or composed:
+            # There operators that are composed of others come as they are: no rule is for these.
             out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
+        if found is None:
             found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else _without_rule(func)
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
@@ -251,6 +256,8 @@ class NodeTensor(Tensor):
             copy.requires_grad_()
         if isinstance(self, torch.nn.Parameter):
             copy = torch.nn.Parameter(copy, self.requires_grad)
+        elif self.is_leaf and self.grad is not None:  # PyTorch copies no parameter's.
+            copy.grad = deepcopy(self.grad, memo)
         memo[id(self)] = copy
         return copy
 
@@ -337,20 +344,21 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
 
 def as_it_is(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function, whose operators are then taken below autograd."""
-    if isinstance(kwargs.get("out"), Tensor):
-        return _into_out(func, args, dict(kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Calls a function with ``out=``, a tensor of the result's shape and dtype."""
-    out: Tensor = kwargs.pop("out")
+def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Calls a function with ``out=``, one or several tensors of the results' shapes and dtypes."""
+    out = kwargs.pop("out")
     found = func(*args, **kwargs)
-    if not isinstance(found, Tensor) or found.shape != out.shape or found.dtype != out.dtype:
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise refusal(func, f"gives {what}, which 'out' doesn't fit: assign it", *args, out)
-    return out.copy_(found)
+    results, targets = tensors_in([found]), tensors_in([out])
+    kinds, fitting = ([(list(t.shape), t.dtype) for t in each] for each in (results, targets))
+    if kinds != fitting:
+        raise refusal(func, f"gives {kinds}, which 'out' doesn't fit: assign it", *args, *targets)
+    for target, result in zip(targets, results, strict=True):
+        target.copy_(result)
+    return out if isinstance(out, Tensor) else type(found)(targets)
 
 
 def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
@@ -386,15 +394,16 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
 
 def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
     """Returns a view, with its origin where it is a copy."""
-    if not isinstance(out, NodeTensor):
-        return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
     source = args[0]
+    if not isinstance(out, NodeTensor):
+        plain = isinstance(out, Tensor) and isinstance(source, NodeTensor)
+        return row_copy(out, Origin(out, source, view)) if plain else out
     if out.make is None and source.make is None and shares_memory(out.local, source.local):
         out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
-    if source.edges is None:
+    if out.edges is None:
         out.origin = Origin(out.local, source, view)
-    elif out.edges is not None:  # The same ids, which nothing has asked for yet.
+    else:  # The same ids, which nothing has asked for yet.
         out.writes, edges = source.writes, out.edges
         out.edges = edges
     return out
@@ -474,6 +483,7 @@ def whole(value: Any, what: str) -> Any:
     """
     if not isinstance(value, NodeTensor):
         return value
+    _check_copies(NodeTensor.full_tensor, value, None)
     with torch.no_grad():
         return value.rows.whole(value.local, value.axis, what)
 

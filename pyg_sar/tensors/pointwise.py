@@ -39,12 +39,12 @@ def _writes(func: Any) -> bool:
     *("floor_divide", "floor_divide_", "log_sigmoid_forward", "log_sigmoid_backward"),
     *("masked_fill", "masked_fill_", "polar", "where", "zero_", "nan_to_num", "nan_to_num_"),
     *("view_as_real_copy", "view_as_complex_copy", "mse_loss_backward_elementwise"),
-    *("native_dropout_backward", "positive", "_standard_gamma_grad"),
-    *("_conj", "_neg_view", "resolve_conj", "resolve_neg", "real", "imag"),
+    *("native_dropout_backward", "_standard_gamma_grad"),
+    *("_conj", "_neg_view"),
     *("elu_backward", "leaky_relu_backward", "rrelu_with_noise_backward"),
     *("hardtanh_backward", "threshold_backward", "softplus_backward", "silu_backward"),
     *("gelu_backward", "hardswish_backward", "hardsigmoid_backward", "softshrink_backward"),
-    *("isnan", "isinf", "isneginf", "isposinf", "isfinite", "native_dropout_backward", "to"),
+    *("isnan", "isinf", "isneginf", "isposinf"),
 )
 def by_element(func: Any, args: Any, kwargs: Any) -> Any:
     """Each element of the result is made of one element of each operand, broadcast."""
@@ -69,7 +69,7 @@ def by_element(func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-@rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
+@rule("clone", "_to_copy", "detach", "alias", "lift_fresh")
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """The same values: an ``edge_index`` goes on standing for its edges."""
     source = args[0]

@@ -15,7 +15,6 @@ from pyg_sar.tensors.node_tensor import (
     method,
     name_of,
     node_tensors,
-    refusal,
     rule,
     whole,
 )
@@ -84,7 +83,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     names["_sparse_addmm"] = names["addmm"]
     name = func._schema.name.rpartition("::")[2]
     if name not in names:
-        raise refusal(func, "is not supported", *node_tensors(args))
+        return by_gathering(func, args, kwargs)
     added = given["self"]
     left, right = (given[part] for part in names[name])
     plain = [t for t in (left, right) if isinstance(t, NodeTensor)]

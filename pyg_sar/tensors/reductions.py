@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.space.pyg_calls import library_frames
 from pyg_sar.tensors.boundary import Total, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
@@ -172,7 +173,8 @@ def _learning_extreme(func: Any, args: Any, kwargs: Any) -> Any:
 @method(torch.var_mean, torch.std_mean)
 def _both(func: Any, args: Any, kwargs: Any) -> Any:
     given = dict(zip(("input", "dim", "unbiased", "keepdim"), args, strict=False)) | kwargs
-    if isinstance(given.get("dim"), bool) or not isinstance(given["input"], NodeTensor):
+    named = given.keys() <= {"input", "dim", "unbiased", "correction", "keepdim"}  # not axis=
+    if not (named and isinstance(given["input"], NodeTensor)) or isinstance(given.get("dim"), bool):
         return as_it_is(func, args, kwargs)
     spread = torch.var if func is torch.var_mean else torch.std
     mean = _learning(
@@ -188,12 +190,21 @@ def _both(func: Any, args: Any, kwargs: Any) -> Any:
 )
 def _reduced_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Losses that are a mean or a sum of each element's, or row's, inside of one function."""
+    if func is F.l1_loss and "weight" not in kwargs:
+        kwargs = {**kwargs, "weight": _forgotten_weight()}
     how = kwargs.get("reduction", "mean")
     other = ("weight", "size_average", "reduce")
     if len(args) > 3 or how == "none" or any(kwargs.get(name) is not None for name in other):
         return as_it_is(func, args, kwargs)
     each = as_it_is(func, args, {**kwargs, "reduction": "none"})
     return each.mean() if how == "mean" else each.sum() / (each.size(0) if how[0] == "b" else 1)
+
+
+def _forgotten_weight() -> Any:
+    """Returns the ``weight`` of ``F.l1_loss``, which PyTorch 2.13 doesn't tell of subclasses."""
+    calls = (f for f in library_frames() if f.f_code.co_name == "l1_loss")
+    frame = next(calls, None)
+    return None if frame is None else frame.f_locals.get("weight")
 
 
 def _largest(local: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
@@ -443,7 +454,7 @@ def _cumulated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(
-    *("sort", "argsort", "cummax", "cummin", "kthvalue", "median"),
+    *("sort", "cummax", "cummin", "kthvalue", "median"),
     *("mode", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
@@ -512,8 +523,8 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(
     *("_unique2", "unique_consecutive", "histc", "nonzero", "searchsorted", "isin"),
-    *("bucketize", "unique_dim", "quantile", "_local_scalar_dense", "is_nonzero", "histogram"),
-    *("trapezoid", "take", "_sparse_coo_tensor_unsafe"),
+    *("bucketize", "unique_dim", "_local_scalar_dense", "histogram"),
+    *("take", "_sparse_coo_tensor_unsafe"),
     *("nonzero_static", "_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward"),
     *("diag_embed", "allclose"),
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
@@ -588,7 +599,7 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(
     *("mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-    *("l1_loss", "binary_cross_entropy_with_logits"),
+    "binary_cross_entropy_with_logits",
 )
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """Losses of each element, whose ``reduction`` is over all rows."""

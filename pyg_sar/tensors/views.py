@@ -64,7 +64,7 @@ def _new_rows(
     return None
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy")
+@rule("view", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     source, shape = args[0], args[1]
     if isinstance(shape, torch.dtype):
@@ -113,7 +113,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     return out if out.is_floating_point() else _same_column(source, out)
 
 
-@rule("t", "transpose", "permute", "movedim", "swapaxes")
+@rule("t", "transpose", "permute")
 def _permute(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     order = _order(func, args, source.dim())
@@ -159,7 +159,9 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
 @rule("squeeze_", "unsqueeze_", "t_", "transpose_")
 def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     source, name = args[0], func._schema.name.rpartition("::")[2][:-1]
-    out = RULES[name](getattr(getattr(torch.ops.aten, name), func._overloadname), args, kwargs)
+    view = getattr(torch.ops.aten, name)
+    overload = func._overloadname if name != "transpose" else "int"
+    out = RULES[name](getattr(view, overload), args, kwargs)
     if not isinstance(out, NodeTensor):
         raise refusal(func, "of the rows' axis is not supported", source)
     source._local, source.axis = out.local, out.axis
@@ -239,13 +241,7 @@ def _first_edges(func: Any, source: NodeTensor, count: int) -> NodeTensor | None
     return None
 
 
-@rule("narrow")
-def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dim, start, length = args
-    return source.__getitem__((*[slice(None)] * (dim % source.dim()), slice(start, start + length)))
-
-
-@rule("split", "split_with_sizes", "unbind", "chunk", "unsafe_split", "unsafe_chunk")
+@rule("split", "split_with_sizes", "unbind", "unsafe_split")
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
     source = given["self"]
@@ -263,7 +259,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     sizes = given.get("split_sizes")
     if sizes is None:
         size, total = int(given["split_size"]), source.size(dim)
-        sizes = [min(size, total - first) for first in range(0, total, size)]
+        sizes = [min(size, total - first) for first in range(0, total, size)] if total else [0]
     out, first = [], 0
     for size in sizes:
         rows = source.rows.sliced(first, first + size, 1)
