@@ -28,13 +28,10 @@ SWITCH = "PYG_SAR_TESTS_ALL"  # Set by conftest.py with --all.
 
 PAIRS = {
     "test_attention_ops::test_nan_and_infinity_give_what_pyg_gives",
-    "test_shared_memory::test_layers_are_exact",
 }
 
 EVERY = {
     "test_attention::test_models_are_exact": 2,
-    "test_attention_ops::test_additive_scores_of_many_edges_per_row": 2,
-    "test_attention_ops::test_outputs_and_gradients_equal_a_loop": 2,
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
@@ -44,7 +41,7 @@ EVERY = {
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 11,
     "test_dependence::test_what_is_fetched_and_computed_again": 2,
-    "test_embedding::test_training_equals_one_process": 4,
+    "test_embedding::test_training_equals_one_process": 2,
     "test_exactness::test_five_steps_of_training": 3,
     "test_exactness::test_world_sizes_and_partitioners": 4,
     "test_failures::test_operations_that_differ": 2,
@@ -54,9 +51,7 @@ EVERY = {
     "test_hetero::test_relational_layers_equal_one_process": 2,
     "test_hosting::test_kernels": 2,
     "test_hosting::test_the_same_to_the_bit_for_any_number_of_workers": 2,
-    "test_knowledge_graphs::test_nbfnet": 2,
     "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 8,
-    "test_ledger::test_bytes_equal_the_law": 2,
     "test_ledger::test_no_preprocessing_after_the_first_epoch": 4,
     "test_ledger::test_resident_rows_in_mode_1": 2,
     "test_lightning::test_a_module_trains_as_in_one_process": 2,
@@ -65,7 +60,6 @@ EVERY = {
     "test_message_flow::test_outputs_gradients_and_rows": 4,
     "test_message_norms::test_norms_inside_messages": 4,
     "test_models::test_models_are_exact": 4,
-    "test_no_edges::test_gradients_are_there_where_one_process_has_them": 2,
     "test_norm::test_equal_to_one_process": 2,
     "test_norm::test_kernels_of_norms": 2,
     "test_operators::test_every_operator_is_right_or_refused": 2,
@@ -80,10 +74,14 @@ EVERY = {
     "test_random_messages::test_random_messages": 4,
     "test_random_numbers::test_same_is_what_one_process_draws": 2,
     "test_recipes::test_each_recipe_on_workers": 2,
+    "test_replicate::test_a_trainer_on_the_samples_of_all_replicas": 4,
+    "test_replicate::test_norms_over_all_replicas": 3,
+    "test_replicate::test_replicas_train_as_one_process_that_averages": 3,
     "test_results::test_loss_curve_and_accuracy_of_plain_pyg": 3,
-    "test_second_derivatives::test_layers_have_derivatives_of_derivatives_in_modes_1_and_2": 2,
-    "test_second_derivatives::test_losses_of_gradients_equal_those_of_one_process": 2,
+    "test_scatter::test_training_on_many_graphs_equals_one_process": 3,
+    "test_shared_memory::test_layers_are_exact": 3,
     "test_transform_first::test_exact": 2,
+    "test_wire::test_gradient_error": 2,
     "test_workers_alike::test_plain_tensors_that_differ": 2,
 }
 

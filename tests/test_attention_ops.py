@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention_problems import Edges, Problem, edge_terms, looped, plain, problem, shards_of
+from combinations import everything, some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -99,26 +100,28 @@ def worst(
 
 # Against the loop #############################################################
 
+SHAPES = (  # heads, channels, edge features, dropout, shards
+    (1, 1, 0, 0.0, 1),
+    (4, 8, 0, 0.6, 3),
+    (4, 8, 3, 0.0, 1),
+    (2, 100, 0, 0.0, 2),
+    (3, 17, 5, 0.4, 3),
+    (8, 16, 1, 0.0, 1),
+    (16, 3, 0, 0.0, 2),
+    (1, 32, 2, 0.5, 1),
+    (20, 64, 0, 0.0, 1),
+    (14, 8, 0, 0.0, 2),  # narrow heads: four, two and one register of them
+    (28, 4, 2, 0.3, 1),
+    (40, 2, 0, 0.0, 1),
+    (8, 1, 0, 0.0, 2),
+)
+
 
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("kind", ALL)
 def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
     for dtype in DTYPES:
-        for heads, channels, features, p, shards in (
-            (1, 1, 0, 0.0, 1),
-            (4, 8, 0, 0.6, 3),
-            (4, 8, 3, 0.0, 1),
-            (2, 100, 0, 0.0, 2),
-            (3, 17, 5, 0.4, 3),
-            (8, 16, 1, 0.0, 1),
-            (16, 3, 0, 0.0, 2),
-            (1, 32, 2, 0.5, 1),
-            (20, 64, 0, 0.0, 1),
-            (14, 8, 0, 0.0, 2),  # narrow heads: four, two and one register of them
-            (28, 4, 2, 0.3, 1),
-            (40, 2, 0, 0.0, 1),
-            (8, 1, 0, 0.0, 2),
-        ):
+        for heads, channels, features, p, shards in some(SHAPES, f"{kind} {native} {dtype}"):
             given = problem(kind, heads, channels, features, p, dtype, seed=channels)
             found = computed(given, native, shards)
             assert found[0].dtype == wide_dtype(dtype)
@@ -196,7 +199,7 @@ def test_places_outside_raise(native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 @settings(
-    max_examples=60,
+    max_examples=60 if everything() else 30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -260,30 +263,33 @@ def test_no_edges_and_no_rows(native: bool):
             assert not any(bool(t.any()) for t in found.values())
 
 
+ADDITIVE = (  # heads, channels, slope, scale of keys and queries, shards
+    (1, 8, 0.2, 1.0, 1),  # half a register
+    (2, 4, 0.0, 3.0, 2),
+    (1, 16, 1.0, 1.0, 1),
+    (2, 8, 0.2, 1.0, 3),
+    (4, 8, 0.2, 3.5, 1),
+    (3, 10, 0.2, 1.0, 2),  # lines that a row shares with the next
+    (1, 47, 0.1, 3.0, 1),
+    (5, 7, 0.2, 1.0, 2),
+    (7, 9, 0.2, 1.0, 1),
+    (8, 10, 0.9, 2.0, 1),
+    (6, 16, 0.2, 1.0, 3),
+    (4, 25, 0.2, 1.0, 1),
+    (8, 16, 0.2, 3.0, 2),
+    (9, 8, 0.2, 1.0, 1),  # more heads than that
+    (4, 8, 2.0, 1.0, 1),  # slopes with which a leaky ReLU is no maximum
+    (4, 8, -0.5, 1.0, 2),
+    (4, 8, 0.2, 9.0, 1),  # keys too large
+)
+
+
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("squeezed", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.6])
 def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool, p: float):
     """Rows of all widths that the kernels tell apart, tiny segments and a hub."""
-    for heads, channels, slope, scale, shards in (
-        (1, 8, 0.2, 1.0, 1),  # half a register
-        (2, 4, 0.0, 3.0, 2),
-        (1, 16, 1.0, 1.0, 1),
-        (2, 8, 0.2, 1.0, 3),
-        (4, 8, 0.2, 3.5, 1),
-        (3, 10, 0.2, 1.0, 2),  # lines that a row shares with the next
-        (1, 47, 0.1, 3.0, 1),
-        (5, 7, 0.2, 1.0, 2),
-        (7, 9, 0.2, 1.0, 1),
-        (8, 10, 0.9, 2.0, 1),
-        (6, 16, 0.2, 1.0, 3),
-        (4, 25, 0.2, 1.0, 1),
-        (8, 16, 0.2, 3.0, 2),
-        (9, 8, 0.2, 1.0, 1),  # more heads than that
-        (4, 8, 2.0, 1.0, 1),  # slopes with which a leaky ReLU is no maximum
-        (4, 8, -0.5, 1.0, 2),
-        (4, 8, 0.2, 9.0, 1),  # keys too large
-    ):
+    for heads, channels, slope, scale, shards in some(ADDITIVE, f"{native} {squeezed} {p}"):
         sizes: Any = {"edges": 1500, "sources": 40, "targets": 400}
         given = problem("additive", heads, channels, 0, p, torch.float32, **sizes)
         given = told_by_bits(given) if p else given

@@ -10,6 +10,8 @@ import pytest
 import torch
 from benchmark_scripts import FOLDER, benchmark
 
+import pyg_sar
+
 SIZES = {
     "epochs": "--nodes 300 --edges 1200 --workers 1 --rounds 1 --dropout 0.5",
     "message_flow": "--graph synthetic:nodes=300 --hidden 4 --models sage --shares 0.1 --epochs 1",
@@ -36,6 +38,10 @@ def test_it_prints_the_tables_of_its_page(name: str, monkeypatch: Any, capfd: An
     commands = (FOLDER / "README.md").read_text()
     (page,) = re.findall(rf"^\| `python benchmarks/{name}\b.*\]\(([\w/]+\.md)", commands, re.M)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # that others would keep
+    # With another number of threads than the tests' workers would start from nothing.
+    launch = pyg_sar.launch
+    alike = lambda *given, threads_per_worker=None, **more: launch(*given, **more)  # noqa: E731
+    monkeypatch.setattr(pyg_sar, "launch", alike)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *SIZES[name].split()])
     benchmark(name).main()
     out = capfd.readouterr().out

@@ -131,9 +131,9 @@ def on_worker(jobs, policies, root):
     data, found = pyg_sar.load_partition(root), {}
     for name, plain in jobs.items():
         layer = pyg_sar.distribute(copy.deepcopy(plain))
-        for k, policy in enumerate(policies):
+        for policy in policies[name]:
             set_policy(layer, policy)
-            found[name, k] = run(layer, data)
+            found[name, policy] = run(layer, data)
     return found
 
 
@@ -143,16 +143,17 @@ def on_worker(jobs, policies, root):
     [(1, "mixed"), (2, "apart"), (3, "mixed"), (3, "empty"), (5, "mixed"), (5, "apart")],
 )
 def test_bipartite_layers_equal_one_process(world, kind, tmp_path):
-    policies = ALL_POLICIES if (world, kind) == (3, "mixed") else MODES
+    given = ALL_POLICIES if (world, kind) == (3, "mixed") else MODES
     data, jobs = written(tmp_path / "parts", world, kind), layers()
     jobs = {name: jobs[name] for name in some(list(jobs), f"{world} {kind}", 3)}
+    policies = {name: some(given, f"{name} {world} {kind}", 2) for name in jobs}
     every = workers(on_worker, world, jobs, policies, tmp_path / "parts")
     for name, layer in jobs.items():
         expected, gradients = run(layer, data)
         largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-        for k, policy in enumerate(policies):
+        for policy in policies[name]:
             where = f"{name}, {world} workers, {kind}, {policy}"
-            for rows, found in (worker[name, k] for worker in every):
+            for rows, found in (worker[name, policy] for worker in every):
                 for got, right in zip(rows, expected, strict=True):
                     assert error(got, right) <= 1e-10, where
                 assert found.keys() == gradients.keys(), where

@@ -248,7 +248,7 @@ def test_own_models_and_metrics_are_those_of_one_process(kind, loss, metric, tmp
     """``pyg-sar train`` with a model in a file, against a loop of PyTorch and torchmetrics."""
     functional = pytest.importorskip("torchmetrics").functional
     data = graph_of(kind)
-    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     (tmp_path / "net.py").write_text(NET)
     model = f"{tmp_path}/net.py:Net"
     options = {"parts": tmp_path / "parts", "model": model, "args": ["x", "edge_index"]}
@@ -376,14 +376,14 @@ def test_options_in_a_file(parts, tmp_path, capsys):
 
 def test_seeds(parts, tmp_path, capsys):
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "2"]
-    several = [*train, "--seed", "3", "--seeds", "3", "--report", str(tmp_path / "r")]
+    several = [*train, "--seed", "3", "--seeds", "2", "--report", str(tmp_path / "r")]
     assert cli.main(several) == 0
     out = capsys.readouterr().out
-    assert "seed 3: 2 epochs" in out and "seed 5: 2 epochs" in out and "test_accuracy" in out
+    assert "seed 3: 2 epochs" in out and "seed 4: 2 epochs" in out and "test_accuracy" in out
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
-    assert summary["seeds"] == [3, 4, 5]
+    assert summary["seeds"] == [3, 4]
     values = [best["test_accuracy"] for best in summary["best"]]
-    assert summary["mean"]["test_accuracy"] == pytest.approx(sum(values) / 3, abs=1e-12)
+    assert summary["mean"]["test_accuracy"] == pytest.approx(sum(values) / 2, abs=1e-12)
     spread = float(torch.tensor(values, dtype=torch.float64).std())
     assert summary["spread"]["test_accuracy"] == pytest.approx(spread, abs=1e-12)
     assert cli.main([*train, "--seed", "4", "--report", str(tmp_path / "one")]) == 0

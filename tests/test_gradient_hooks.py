@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import some
 from oracle import (
     CHANNELS,
     OUT,
     TOLERANCE,
     Partitions,
-    both,
     error,
     node_losses,
+    parts,
     whole,
     workers,
 )
@@ -402,21 +403,21 @@ def compare(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-def test_gradients_are_those_of_one_process(graph: Data, root: Path) -> None:
-    expected = runs(graph, lambda model: model)
+@pytest.mark.parametrize("start", [workers, parts])
+def test_gradients_are_those_of_one_process(start: Any, graph: Data, root: Path) -> None:
+    """By default half of the runs on workers, the others for parts."""
+    key = f"by {start.__name__}"
+    chosen, others = some(RUNS, key, 2), some(OF_EACH_POLICY, key, 2)
+    expected = runs(graph, lambda model: model, {*chosen, *others})
 
     def worker() -> list[Any]:
         data = pyg_sar.load_partition(root)
         return [
-            runs(
-                data,
-                partial(pyg_sar.distribute, policy=policy),
-                OF_EACH_POLICY if k else RUNS,
-            )
+            runs(data, partial(pyg_sar.distribute, policy=policy), others if k else chosen)
             for k, policy in enumerate(POLICIES)
         ]
 
-    for by_policy in both(worker, WORLD):
+    for by_policy in start(worker, WORLD):
         for found in by_policy:
             compare(found, expected)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import Result, both, make_graph, one_pass, whole, workers
+from combinations import some
+from oracle import Result, make_graph, one_pass, parts, whole, workers
 from torch import Tensor, nn
 from torch_geometric.nn import (
     MLP,
@@ -146,12 +149,11 @@ def found_by(place: str, kind: str, root: Path | None) -> Result | str:
         return str(error)
 
 
-def sweep(root: Path | None) -> dict[tuple[str, str], Any]:
+def sweep(root: Path | None, cases: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Any]:
     found = {}
-    for place in PLACES:
-        for kind in KINDS:
-            result = found_by(place, kind, root)
-            found[place, kind] = result if isinstance(result, str) else vars(result)
+    for place, kind in cases:
+        result = found_by(place, kind, root)
+        found[place, kind] = result if isinstance(result, str) else vars(result)
     return found
 
 
@@ -162,9 +164,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_they_compute_with_all_nodes(root: Path):
-    expected = sweep(None)
-    for found in both(sweep, 2, root):
+@pytest.mark.parametrize("start", [workers, parts])
+def test_they_compute_with_all_nodes(start: Any, root: Path):
+    cases = some(list(product(PLACES, KINDS)), start.__name__, 3)
+    expected = sweep(None, cases)
+    for found in start(sweep, 2, root, cases):
         for case, result in found.items():
             assert not isinstance(result, str), (case, result)
             torch.testing.assert_close(result, expected[case], rtol=1e-9, atol=1e-9, msg=str(case))
@@ -188,22 +192,23 @@ def inner_layers(kind: str) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
     return {name: (layer.double(), edge) for name, (layer, edge) in layers.items()}
 
 
-def inner_sweep(root: Path | None) -> dict[tuple[str, str], Any]:
+def inner_sweep(root: Path | None, cases: Sequence[Any]) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
-    for kind in KINDS:
-        for name, (layer, edge) in inner_layers(kind).items():
-            try:
-                layer = layer if root is None else pyg_sar.distribute(layer)
-                data = GRAPH if root is None else pyg_sar.load_partition(root)
-                found[name, kind] = vars(one_pass(layer, data, edge))
-            except DistributedIndexError as error:
-                found[name, kind] = str(error)
+    for kind, name in cases:
+        layer, edge = inner_layers(kind)[name]
+        try:
+            layer = layer if root is None else pyg_sar.distribute(layer)
+            data = GRAPH if root is None else pyg_sar.load_partition(root)
+            found[name, kind] = vars(one_pass(layer, data, edge))
+        except DistributedIndexError as error:
+            found[name, kind] = str(error)
     return found
 
 
 def test_in_messages_they_are_right_or_refused(root: Path):
-    expected = inner_sweep(None)
-    for found in workers(inner_sweep, 2, root):
+    cases = some(list(product(KINDS, inner_layers("by row"))), "inner", 3)
+    expected = inner_sweep(None, cases)
+    for found in workers(inner_sweep, 2, root, cases):
         for case, result in found.items():
             if not isinstance(result, str):
                 torch.testing.assert_close(result, expected[case], rtol=1e-9, atol=1e-9)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import some
 from oracle import Partitions, make_graph, parts
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
@@ -213,19 +214,24 @@ def stepped(model: nn.Module, data: Any) -> tuple[list[Tensor | None], list[Tens
     return gradients, [p.detach() for p in model.parameters()]
 
 
-def trained(root: Path, every: list[nn.Module], modes: list[int]) -> list[Any]:
+def cases(count: int, key: str) -> list[tuple[int, int]]:
+    """Numbers of models and modes: of each model one mode, or all."""
+    return [(k, m) for k in range(count) for m in some((1, 2, 3), f"{key} {k}", 3)]
+
+
+def trained(root: Path, every: list[nn.Module], chosen: list[tuple[int, int]]) -> list[Any]:
     data, found = pyg_sar.load_partition(root), []
-    for model in every:
-        for mode in modes:
-            own = copy.deepcopy(model)
-            dist = pyg_sar.distribute(own, SARPolicy(mode=mode))
-            found.append(stepped(dist, data))
+    for number, mode in chosen:
+        model = pyg_sar.distribute(copy.deepcopy(every[number]), SARPolicy(mode=mode))
+        found.append(stepped(model, data))
     return found
 
 
-def same(got: list[Any], right: list[Any], every: list[nn.Module], modes: int) -> None:
-    for number, one in enumerate(got):
-        expected, model = right[number // modes], every[number // modes]
+def same(
+    got: list[Any], right: list[Any], every: list[nn.Module], chosen: list[tuple[int, int]]
+) -> None:
+    for (number, _), one in zip(chosen, got, strict=True):
+        expected, model = right[number], every[number]
         names = [name for name, _ in model.named_parameters()]
         pairs = zip([*one[0], *one[1]], [*expected[0], *expected[1]], strict=True)
         for k, (mine, plain) in enumerate(pairs):
@@ -236,22 +242,24 @@ def same(got: list[Any], right: list[Any], every: list[nn.Module], modes: int) -
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("some", [False, True])
-def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("some_edges", [False, True])
+def test_gradients_are_there_where_one_process_has_them(some_edges: bool, tmp_path: Path) -> None:
     """No edge anywhere; and edges of the first worker only."""
     torch.manual_seed(1)
-    edges = torch.randint(0, 4, (2, 9)).unique(dim=1) if some else torch.empty(2, 0).long()
+    edges = torch.randint(0, 4, (2, 9)).unique(dim=1) if some_edges else torch.empty(2, 0).long()
     attributes = torch.randn(edges.size(1), 2).double()
     data = Data(torch.randn(10, 4).double(), edges, attributes, num_nodes=10)
     every = models()
     right = [stepped(copy.deepcopy(model), data) for model in every]
     root = Partitions(tmp_path)(data, 2, "contiguous")
-    for modes, found in (
-        (3, parts(trained, 2, root, every, [1, 2, 3])),
-        (1, pyg_sar.launch(trained, 2, root, every, [1])),
+    hosted = cases(len(every), f"{some_edges}")
+    first = [(k, 1) for k in range(len(every))]
+    for chosen, found in (
+        (hosted, parts(trained, 2, root, every, hosted)),
+        (first, pyg_sar.launch(trained, 2, root, every, first)),
     ):
         for got in found:
-            same(got, right, every, modes)
+            same(got, right, every, chosen)
 
 
 def switched(data: Any, layers: list[nn.Module]) -> list[Tensor]:
@@ -281,8 +289,8 @@ def test_workers_without_edges_follow_a_layer_that_changes(tmp_path: Path) -> No
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
-def all_trained(roots: list[Path]) -> list[Any]:
-    return [trained(root, hetero_models(), [1, 2, 3]) for root in roots]
+def all_trained(roots: list[Path], chosen: list[Any]) -> list[Any]:
+    return [trained(root, hetero_models(), c) for root, c in zip(roots, chosen, strict=True)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -296,9 +304,10 @@ def test_gradients_of_relations_without_edges(tmp_path: Path) -> None:
     roots = [tmp_path / str(number) for number in range(len(graphs))]
     for data, root in zip(graphs, roots, strict=True):
         pyg_sar.write_partitions(data, 2, root, owners)
-    for worker in parts(all_trained, 2, roots):
-        for found, expected in zip(worker, right, strict=True):
-            same(found, expected, every, 3)
+    chosen = [cases(len(every), root.name) for root in roots]
+    for worker in parts(all_trained, 2, roots, chosen):
+        for found, expected, own in zip(worker, right, chosen, strict=True):
+            same(found, expected, every, own)
 
 
 def replaced(model: nn.Module, data: Any, learns: bool) -> list[Tensor | None]:

@@ -69,7 +69,7 @@ def close(found: Any, expected: Tensor) -> bool:
 # Inference ####################################################################
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_outputs_are_those_of_one_process(world: int, partitions: Partitions, tmp_path: Path):
     data, model = make_graph(NODES), sage()
     expected = whole(model, data)

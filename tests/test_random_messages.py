@@ -1,7 +1,8 @@
 """Random messages over workers: what one process says, or refused by name; never other numbers.
 
-Two hundred programs in the ordinary run, the same ones every time; two thousand others with
-``make test-random`` (``--hypothesis-profile thousand``).
+Fifty programs in the ordinary run, the same ones every time, each with one of its two policies;
+two hundred with both with ``--all``, two thousand others with ``make test-random``
+(``--hypothesis-profile thousand``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import some
 from hypothesis import settings
 from oracle import make_graph, node_losses, whole, workers
 from random_messages import (
@@ -86,8 +88,9 @@ Job = tuple[Program, list[SARPolicy]]
 
 
 def job_of(number: int) -> Job:
-    """A random program; mode 3 and another way to run it."""
-    return random_program(number), [SARPolicy(mode=3), random.Random(number).choice(POLICIES)]
+    """A random program; mode 3 and another way to run it, or one of the two."""
+    policies = [SARPolicy(mode=3), random.Random(number).choice(POLICIES)]
+    return random_program(number), list(some(policies, str(number), 2))
 
 
 def worker(root: Path, jobs: Sequence[Job]) -> list[list[Found | str]]:
@@ -188,7 +191,10 @@ ON_THE_WHOLE_GRAPH = [
 def test_what_depends_on_other_edges_runs_on_the_whole_graph(world: int, tmp_path: Path):
     """Each act that no worker can do with its own edges, in all modes, and a warning names it."""
     every = [SARPolicy(mode=3), *POLICIES]
-    jobs = [(p, [every[0], every[1 + k % len(POLICIES)]]) for k, p in enumerate(ON_THE_WHOLE_GRAPH)]
+    jobs = []
+    for k, program in enumerate(ON_THE_WHOLE_GRAPH):
+        policies = [every[0], every[1 + k % len(POLICIES)]]
+        jobs.append((program, list(some(policies, f"{program} {world}", 2))))
     wrong, outcomes = judge(tmp_path, world, graph(), jobs)
     assert not wrong, wrong
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
@@ -212,7 +218,8 @@ def warned(root: Path, given: Sequence[Program]) -> list[tuple[str, str]]:
 
 def test_a_warning_says_why_the_whole_graph_is_taken(tmp_path: Path):
     pyg_sar.write_partitions(graph(), 2, tmp_path / "parts")
-    for found in workers(warned, 2, tmp_path / "parts", ON_THE_WHOLE_GRAPH):
+    given = some(ON_THE_WHOLE_GRAPH, "warnings", 3)
+    for found in workers(warned, 2, tmp_path / "parts", given):
         for program, text in found:
             assert text.startswith("Random") and text.count("can't be computed") == 1, program
             assert ": its " in text and "of the whole graph: each worker holds" in text, program
@@ -225,7 +232,8 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     pair = "scatter({0}[0], index, 0, dim_size, 'sum') / dim_size"
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
     jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
-    wrong, outcomes = judge(tmp_path, 3, graph(), [*jobs, *((p, policies) for p in mixing)])
+    jobs += [(p, list(some(policies, str(p), 4))) for p in mixing]
+    wrong, outcomes = judge(tmp_path, 3, graph(), jobs)
     assert not wrong, wrong
     assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes

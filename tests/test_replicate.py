@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from combinations import some
 from oracle import CHANNELS, OUT, TOLERANCE, error, make_graph, node_losses, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +43,7 @@ from pyg_sar.train import (
     save_checkpoint,
 )
 
-SHAPES = [(1, 2), (2, 1), (2, 2), (1, 4), (3, 1)]
+SHAPES = [(1, 2), (2, 2), (2, 1), (1, 4), (3, 1)]
 SAMPLES = 6
 LIMIT = 0.02
 
@@ -190,8 +191,8 @@ def in_a_worker(roots: list[Path], run: Any) -> tuple[int, dict[str, Tensor | No
     return comm.replica, state(model)
 
 
-def train(roots: list[Path]) -> list[tuple[int, dict[str, Tensor | None]]]:
-    return [in_a_worker(roots, run) for run in RUNS]
+def train(roots: list[Path], runs: Any = RUNS) -> list[tuple[int, dict[str, Tensor | None]]]:
+    return [in_a_worker(roots, run) for run in runs]
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +232,9 @@ def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_pa
     """Two replicas of four parts, on one or two workers each."""
     options: Any = {"parts": 4, "replicas": 2, "timeout": 60.0}
     stored: Any = {"store": tmp_path, "memory": "1GiB"} if stores else {}
-    workers = pyg_sar.launch(train, number, folders(4), **options, **stored)
-    assert_trained(workers, 2, samples)
+    runs = some(RUNS, str(number), 2)
+    workers = pyg_sar.launch(train, number, folders(4), runs, **options, **stored)
+    assert_trained(workers, 2, samples, runs)
     expected = by_one_process(samples, 2)
     for found in pyg_sar.launch(with_trainer, number, folders(4), tmp_path, False, **options):
         assert_outcome(found, expected)
@@ -242,9 +244,11 @@ def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_pa
         pyg_sar.launch(fails, number, tmp_path, "raises", **options)
 
 
-def assert_trained(workers: list[Any], replicas: int, samples: list[Data]) -> None:
+def assert_trained(
+    workers: list[Any], replicas: int, samples: list[Data], runs: Any = RUNS
+) -> None:
     parts = len(workers) // replicas
-    for k, run in enumerate(RUNS):
+    for k, run in enumerate(runs):
         oracle = OneProcess(samples, replicas)
         run(oracle.model, oracle.backward)
         for rank, worker in enumerate(workers):
@@ -440,7 +444,7 @@ def assert_outcome(found: Any, expected: Any) -> None:
             assert error(found[2][name], value) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 4), (2, 2)])
 def test_a_trainer_on_the_samples_of_all_replicas(shape, samples, folders, tmp_path):
     replicas, parts = shape
     expected = by_one_process(samples, replicas)

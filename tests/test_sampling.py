@@ -57,7 +57,7 @@ def sampled(root: Path, models: list[nn.Module], seeds: torch.Tensor) -> Any:
     return outs, whole(flow.n_id), whole(flow.e_id), whole(flow.edge_index)
 
 
-@pytest.mark.parametrize(("world", "run"), [(1, workers), (3, workers), (8, parts)])
+@pytest.mark.parametrize(("world", "run"), [(1, workers), (3, workers), (4, parts)])
 def test_numbers_are_those_of_pyg_on_the_sampled_edges(world, run, graph, partitions, models):
     seeds = torch.tensor([2, 3, 30, 77])
     everyone = run(sampled, world, partitions(graph, world), models, seeds)
@@ -92,7 +92,7 @@ def train(root: Path, models: list[nn.Module]) -> list[Any]:
 def test_any_number_of_workers_trains_the_same(graph, partitions, models):
     trained = [models[0], GCN(CHANNELS, 8, 2, CLASSES, dropout=0.5).double()]
     alone = workers(train, 1, partitions(graph, 1), trained)[0]
-    for world, run in ((3, workers), (8, parts)):
+    for world, run in ((3, workers), (4, parts)):
         everyone = run(train, world, partitions(graph, world), trained)
         for found, expected in zip(everyone[0], alone, strict=True):
             assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)

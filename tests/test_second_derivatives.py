@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -189,16 +188,15 @@ def one_step(
     return float(loss.detach()), whole(pos.grad), {n: p.grad for n, p in model.named_parameters()}
 
 
-def work(root: Any) -> list[Any]:
+def work(root: Any, chosen: list[tuple[int, int]]) -> list[Any]:
     torch.set_default_dtype(torch.float64)
     try:
-        data = pyg_sar.load_partition(root)
-        models = [
-            (case, pyg_sar.distribute(case.model, SARPolicy(mode=mode)))
-            for mode in MODES
-            for case in cases()
-        ]
-        return [one_step(case, m, data) for case, m in models]
+        data, found = pyg_sar.load_partition(root), []
+        for number, mode in chosen:
+            case = cases()[number]
+            model = pyg_sar.distribute(case.model, SARPolicy(mode=mode))
+            found.append(one_step(case, model, data))
+        return found
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -217,9 +215,11 @@ def test_losses_of_gradients_equal_those_of_one_process(world, start, float64, t
     # Of three workers the last has no node.
     part = torch.arange(ATOMS) * 7 % min(world, 2)
     pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
-    for steps in start(work, world, tmp_path / "parts"):
-        both = zip(steps, expected * len(MODES), strict=True)
-        for k, (found, (loss, pos_grad, gradients)) in enumerate(both):
+    numbers = range(len(expected))
+    chosen = [(k, mode) for k in numbers for mode in some(MODES, f"{k} {world}", 3)]
+    for steps in start(work, world, tmp_path / "parts", chosen):
+        for k, (found, (number, _)) in enumerate(zip(steps, chosen, strict=True)):
+            loss, pos_grad, gradients = expected[number]
             assert pos_grad is not None and pos_grad.abs().max() > 1e-4
             assert abs(found[0] - loss) <= TOLERANCE * abs(loss), k
             assert error(found[1], pos_grad) <= TOLERANCE, k
@@ -295,16 +295,15 @@ def orders(name: str) -> tuple[int, ...]:
     return (2,) if name in NORMS else (2, 3)
 
 
-def of_layers(root: Any, names: list[str], policies: list[SARPolicy]) -> list[Any]:
+def of_layers(root: Any, chosen: list[tuple[str, SARPolicy, int]]) -> list[Any]:
     data, found = pyg_sar.load_partition(root), []
-    for policy, name in product(policies, names):
+    for name, policy, order in chosen:
         make, *arguments = EVERY[name]
-        for order in orders(name):
-            model = pyg_sar.distribute(build(make), policy)
-            try:
-                found.append(derivatives(model, data, *arguments, order))
-            except NotImplementedError as caught:
-                found.append(str(caught))
+        model = pyg_sar.distribute(build(make), policy)
+        try:
+            found.append(derivatives(model, data, *arguments, order))
+        except NotImplementedError as caught:
+            found.append(str(caught))
     return found
 
 
@@ -313,25 +312,27 @@ def test_layers_have_derivatives_of_derivatives_in_modes_1_and_2(start, world, t
     data, names = make_graph(), some(list(EVERY), start.__name__, 4)
     fixed = *ALWAYS, *NEED_MODE_3, "gcn, learned weights"  # whose empty lists torch.cat joins
     names = [*names, *(name for name in fixed if name not in names)]
-    expected = []
+    expected, chosen = {}, []
     for name in names:
         make, *arguments = EVERY[name]
-        expected += [(name, derivatives(build(make), data, *arguments, k)) for k in orders(name)]
+        for k in some(orders(name), f"{name} {world}", 2):
+            expected[name, k] = derivatives(build(make), data, *arguments, k)
+            chosen += [(name, p, k) for p in some(STREAMED, f"{name} {k} {world}", 3)]
     # The last has no node, hence no edge.
     part = torch.arange(data.num_nodes) * 7 % (world - 1)
     pyg_sar.write_partitions(data, world, tmp_path / "parts", part)
-    for found in start(of_layers, world, tmp_path / "parts", names, STREAMED):
-        cases = zip(found, expected * len(STREAMED), strict=True)
-        for k, (mine, (name, theirs)) in enumerate(cases):
+    for found in start(of_layers, world, tmp_path / "parts", chosen):
+        for mine, (name, policy, k) in zip(found, chosen, strict=True):
+            theirs = expected[name, k]
             if isinstance(mine, str):
                 assert name in NEED_MODE_3 and "need SARPolicy(mode=3)" in mine, (name, mine)
                 continue
             assert mine.keys() == theirs.keys()
             scale = 1e-3 * max(float(g.abs().max()) for g in theirs.values() if g is not None)
             for key, right in theirs.items():
-                assert (mine[key] is None) == (right is None), (name, key, k)
+                assert (mine[key] is None) == (right is None), (name, policy, key, k)
                 if right is not None:
-                    assert error(mine[key], right, scale) <= TOLERANCE, (name, key, k)
+                    assert error(mine[key], right, scale) <= TOLERANCE, (name, policy, key, k)
 
 
 def checkpointed(root: Any, policies: list[SARPolicy]) -> list[Any]:
@@ -387,18 +388,24 @@ def two_types() -> HeteroData:
     return data
 
 
-def of_relations(root: Any, policies: list[SARPolicy]) -> list[Any]:
-    data = pyg_sar.load_partition(root)
-    pairs = product(policies, BIPARTITE)
-    return [pyg_sar.distribute(build(lambda m=m: Relations(m)), p)(data) for p, m in pairs]
+def of_relations(root: Any, chosen: list[tuple[int, SARPolicy]]) -> list[Any]:
+    data, found = pyg_sar.load_partition(root), []
+    for k, policy in chosen:
+        model = build(lambda k=k: Relations(BIPARTITE[k]))
+        found.append(pyg_sar.distribute(model, policy)(data))
+    return found
 
 
-def test_relations_between_two_types_of_nodes(tmp_path):
+@pytest.mark.parametrize("start", [workers, parts])
+def test_relations_between_two_types_of_nodes(start, tmp_path):
     data = two_types()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    expected = [build(lambda m=m: Relations(m))(data) for m in BIPARTITE] * len(STREAMED)
-    for found in both(of_relations, 3, tmp_path / "parts", STREAMED):
-        for mine, theirs in zip(found, expected, strict=True):
+    expected = [build(lambda m=m: Relations(m))(data) for m in BIPARTITE]
+    numbers = range(len(BIPARTITE))
+    chosen = [(k, p) for k in numbers for p in some(STREAMED, f"{start.__name__} {k}", 3)]
+    for found in start(of_relations, 3, tmp_path / "parts", chosen):
+        for mine, (k, _) in zip(found, chosen, strict=True):
+            theirs = expected[k]
             scale = gradient_scale(theirs)
             wrong = {n: error(mine[n], g, scale) for n, g in theirs.items() if g is not None}
             assert max(wrong.values()) <= TOLERANCE, wrong

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch_geometric import EdgeIndex, Index
@@ -120,7 +121,7 @@ def root(tmp_path) -> Path:
 # Round trip ###################################################################
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if everything() else 20)
 @given(
     num_nodes=st.integers(1, 12),
     num_edges=st.integers(0, 30),

@@ -171,7 +171,7 @@ def hooked(model, data, k):
 def trained_beside(root, loss, differ):
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 3).double())
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 1, 3).double())
     value = loss(model, data, int(differ and pyg_sar.comm.current().rank == 1))
     value.backward()
     return value.item()
@@ -187,7 +187,7 @@ def test_numbers_beside_rows_that_differ(begin, tmp_path):
         torch.manual_seed(0)
         data = make_graph()
         torch.manual_seed(0)
-        expected = loss(GAT(data.x.size(1), 4, 2, 3).double(), data, 0).item()
+        expected = loss(GAT(data.x.size(1), 4, 1, 3).double(), data, 0).item()
         assert begin(trained_beside, 2, root, loss, False) == pytest.approx(
             [expected] * 2, rel=1e-9
         )
