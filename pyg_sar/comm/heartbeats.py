@@ -43,10 +43,8 @@ START = "the start"  # What a worker does until all have met.
 class Heartbeats:
     """The beats of all workers, and their notes, as one of them sees them.
 
-    Args:
-        info: This worker.
-        everyone: What each rank is, from the rendezvous, as far as it is known.
-        long: Seconds after which this worker tells what it waits for.
+    ``everyone`` is what each rank is, from the rendezvous, as far as it is known. After ``long``
+    seconds this worker tells what it waits for.
     """
 
     def __init__(

@@ -57,12 +57,7 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
 
 
 class PartError(Exception):
-    """A part of this process failed.
-
-    Args:
-        part: Which one; ``None`` with replicas, where errors name workers.
-        error: By what.
-    """
+    """A part of this process failed; ``None`` with replicas, where errors name workers."""
 
     def __init__(self, part: int | None, error: BaseException) -> None:
         super().__init__(f"part {part}")
@@ -128,14 +123,7 @@ def host_parts(
 ) -> list[T]:
     """Runs ``fn(*args)`` for each part that this worker hosts, and returns their results in order.
 
-    Args:
-        fn: What each part runs.
-        args: Its arguments.
-        hosting: Parts of all workers, and where they wait.
-        outer: The communicator of the workers.
-
     Raises:
-        ValueError: More workers than parts.
         PartError: A part failed.
     """
     _share_heap()

@@ -101,11 +101,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def encode(obj: Any) -> Tensor:
-    """Returns the bytes of ``obj`` as JSON.
-
-    Raises:
-        TypeError: When it has no JSON form.
-    """
+    """Returns the bytes of ``obj`` as JSON; ``TypeError``: it has no such form."""
     try:
         text = json.dumps(obj)
     except (TypeError, ValueError) as error:
@@ -237,12 +233,7 @@ class Posts:
 
 
 class MemberPosts(Posts):
-    """Notes what is posted within a group of some of the workers.
-
-    Args:
-        everyone: Where it is noted, by the ranks among all workers.
-        members: Those of the group's ranks.
-    """
+    """Notes what is posted within a group of some of the workers, by their ranks among all."""
 
     def __init__(self, everyone: Posts, members: Sequence[int]) -> None:
         self.everyone, self.members = everyone, members
@@ -276,9 +267,7 @@ def from_text(text: str) -> State:
 def in_vain(states: Mapping[int, State], ended: Collection[int]) -> dict[int, Post]:
     """Returns who waits in vain, and a message that never comes. See [Note: waiting in vain].
 
-    Args:
-        states: Of the workers that wait, and of those that have ended.
-        ended: Those that have.
+    ``states`` are of the workers that wait, and of those that have ``ended``.
     """
     left = {rank for rank, state in states.items() if state.waits or rank in ended}
     found: dict[int, Post] = {}
@@ -334,9 +323,7 @@ RESUME = (
 def place_in(rank: int, parts: int | None) -> str:
     """Returns where a rank among all workers stands: ``' (replica 1, part 0)'``.
 
-    Args:
-        rank: The rank.
-        parts: How many workers a replica has; ``None``, and no text: there is one replica.
+    ``parts`` are the workers of a replica; ``None``, and no text: there is one replica.
     """
     return "" if parts is None else f" (replica {rank // parts}, part {rank % parts})"
 
@@ -372,20 +359,11 @@ class Watch(ABC):
 class NoWatch(Watch):
     """For launchers that end all workers themselves when one is lost (``mpirun``)."""
 
-    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
-        pass
-
     def diagnose(self, error: BaseException, doing: str) -> PygSarError:
         return PygSarError(f"{doing} failed: {error}")
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-
-# The failure record ##########################################################
 
 
 def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
@@ -406,10 +384,7 @@ def unmatched(error: MismatchError, by: int) -> dict[str, Any]:
 def to_error(record: Mapping[str, Any], me: int, parts: int | None = None) -> PygSarError:
     """Returns the error to raise on rank ``me`` for a failure record.
 
-    Args:
-        record: The record.
-        me: A rank among all workers.
-        parts: How many workers a replica has, where there are several replicas.
+    ``parts`` are the workers of a replica, where there are several replicas.
     """
     rank, how = record["rank"], record["how"]
     if record["kind"] == "mismatch":

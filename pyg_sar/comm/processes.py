@@ -149,10 +149,8 @@ def _address_towards(host: str) -> str:
 
 
 def addresses_from(host: str) -> list[str]:
-    """Returns the addresses by which another host may reach this one: the route's, if there is one.
-
-    Args:
-        host: The other host's name or address. Where it is this very host, all of its addresses.
+    """Returns the addresses by which another host may reach this one: the route's, if there is one;
+    where ``host`` is this very host, all of its addresses.
     """
     mine = _address_towards(host)
     if not is_loopback(mine):
@@ -165,13 +163,9 @@ def addresses_from(host: str) -> list[str]:
 
 
 def interface_to(host: str) -> str | None:
-    """Returns the network interface by which this host reaches another, e.g. ``'eth0'``.
+    """Returns the network interface by which this host reaches another, or itself: ``'eth0'``.
 
-    Args:
-        host: Its name or address; that of this host itself will do.
-
-    Returns:
-        ``None`` where it is reached within the machine only, or can't be found out.
+    ``None`` where it is reached within the machine only, or can't be found out.
     """
     try:
         mine = _address_towards(host)
@@ -191,11 +185,7 @@ def interface_to(host: str) -> str | None:
 
 
 class StatusServer:
-    """The process that answers for this one.
-
-    Args:
-        addresses: By which other hosts reach this one.
-    """
+    """The process that answers for this one, at the addresses by which other hosts reach it."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._secret = secrets.token_hex(16)

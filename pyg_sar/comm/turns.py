@@ -90,14 +90,10 @@ VARIABLES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
-    :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's state
-    takes longest to read and to write: both are left out where its words are known, and no normal
-    number waits beside them.
-
-    Args:
-        device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
-        before: The state from which the process has come to this one.
+    The states of the default random generators, which are PyTorch's (of a GPU, too), NumPy's and
+    Python's, :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's
+    state takes longest to read and to write: both are left out where its words are known, from the
+    state ``before``, and no normal number waits beside them.
     """
 
     def __init__(self, device: torch.device, before: ProcessState | None = None) -> None:
@@ -122,10 +118,8 @@ class ProcessState:
         return {**vars(self), "variables": None}
 
     def restore(self, held: ProcessState) -> None:
-        """Makes the generators go on from here, and the process have these settings.
-
-        Args:
-            held: The state that the process is in.
+        """Makes the generators go on from here, and the process, which is in the state ``held``,
+        have these settings.
         """
         set_random_states(self.torch, self.device)
         if not self.words or self.words != held.words:
@@ -198,10 +192,8 @@ class Turns:
     def wait(self, part: int, ready: Callable[[], bool], doing: str) -> None:
         """Ends a part's turn, and waits until ``ready()`` and its next one.
 
-        Args:
-            part: The part whose turn it is.
-            ready: Called by any thread, time and again; must be quick.
-            doing: What it waits for, for messages.
+        ``ready`` is called by any thread, time and again; it must be quick. ``doing`` is what the
+        part waits for, for messages.
 
         Raises:
             DistributedIndexError: Within forward-mode derivatives, or a profile.

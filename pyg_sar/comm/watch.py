@@ -94,10 +94,8 @@ def read_limits() -> tuple[float, float]:
 class StoreWatch(Heartbeats, Watch):
     """A watch through the workers' store.
 
-    Args:
-        store: A connection to the store, for the watch alone; ``None``: by :meth:`use`.
-        info: This worker.
-        everyone: What each rank is, from the rendezvous; by :meth:`meet` where that is to come.
+    It takes a connection to the store, for the watch alone (``None``: by :meth:`use`), and what
+    each rank is, from the rendezvous, by :meth:`meet` where that is to come.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, Subject, pieces_of
+from pyg_sar.comm.shared_memory import SharedBuffer, Subject
+from pyg_sar.comm.sharing import Incoming, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import (
     WHOLE,
@@ -309,7 +310,7 @@ class HaloSink(_Near, RowSink):
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
         super().__init__(plan, tensors, how)
-        self._packed: list[Tensor | SendBuffer] = []
+        self._packed: list[Tensor | SharedBuffer] = []
         self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
 
     def _take(self, index: Tensor, rows: Sequence[Tensor]) -> None:
@@ -357,7 +358,7 @@ class HaloSink(_Near, RowSink):
                 landing = how.wire.landing(far[-1]) if coming else None
             if send is not None or landing is not None:
                 works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
-            if sharing is not None and isinstance(packed, SendBuffer):
+            if sharing is not None and isinstance(packed, SharedBuffer):
                 works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
             if sharing is not None and peer in self._near:
                 shape = coming, width
