@@ -27,23 +27,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
-from pyg_sar.comm.communicator import (
-    Communicator,
-    GroupCommunicator,
-    LocalCommunicator,
-)
+from pyg_sar.comm.communicator import Communicator, GroupCommunicator, LocalCommunicator
 from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
-from pyg_sar.comm.messages import (
-    COLLECTIVE,
-    MemberPosts,
-    NoWatch,
-    Outgoing,
-    Posts,
-    is_consequence,
-)
+from pyg_sar.comm.messages import COLLECTIVE, MemberPosts, NoWatch, Outgoing, Posts, is_consequence
 from pyg_sar.comm.processes import addresses_from, this_process
 from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
@@ -334,8 +323,6 @@ def _open(
     generation: int,
     replicas: int,
 ) -> Communicator:
-    if backend is not None:
-        TRANSPORTS[backend].check()
     if backend is not None and not TRANSPORTS[backend].uses_store:
         check_replicas(replicas, replicas, backend)
         info = WorkerInfo(

@@ -258,7 +258,7 @@ class Host:
         combine: Combine,
         ready: Callable[[], bool] | None = None,
     ) -> Callable[[], Any]:
-        """Has a part come to its next meeting, to do what is ``name``d there.
+        """Has a part come to its next meeting.
 
         Args:
             part: The part.

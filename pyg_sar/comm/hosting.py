@@ -21,10 +21,7 @@ import torch.distributed as dist
 from pyg_sar.comm.communicator import Communicator
 from pyg_sar.comm.group import adopt, current
 from pyg_sar.comm.host import Host, Hosting
-from pyg_sar.comm.messages import (
-    failed,
-    is_consequence,
-)
+from pyg_sar.comm.messages import failed, is_consequence
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import check_whole

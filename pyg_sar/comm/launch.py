@@ -462,7 +462,9 @@ def _worker_main(descriptor: int) -> None:
         comm = current()
         comm.report(error, part)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank, comm.place)), "the error", rank))
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
+                stream.flush()
         # The ordinary end would wait for what hangs in the backend.
         os._exit(1)
 
@@ -501,9 +503,3 @@ def _describe(error: BaseException, rank: int, place: str = "") -> tuple[WorkerE
         return type(error)(str(error), rank=error.rank, traceback=text), True
     message = f"Rank {rank}{place} failed: {type(error).__name__}: {error}\n\n{text}"
     return WorkerError(message, rank=rank, traceback=text), consequence
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
-            stream.flush()

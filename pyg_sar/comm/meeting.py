@@ -121,7 +121,7 @@ class _Meeting:
             agreed = self.say("agreed", sorted(self.links))
         for peer in list(self.links):
             if self.rank not in agreed[peer]:
-                self._lose(peer, "it could not read this worker's memory")
+                self._close(self.links.pop(peer), "it could not read this worker's memory")
         self._check_agreement(agreed)
         # All workers know of all pairs, and say the same.
         pairs = itertools.permutations(range(len(agreed)), 2)
@@ -195,12 +195,9 @@ class _Meeting:
         try:
             token = self.said[peer]["token"]
             if any(_read_greeting(line)[1] != token for line in self.links[peer]):
-                self._lose(peer, "its memory holds another number")
+                self._close(self.links.pop(peer), "its memory holds another number")
         except (OSError, ValueError) as error:
-            self._lose(peer, error)
-
-    def _lose(self, peer: int, why: object) -> None:
-        self._close(self.links.pop(peer), why)
+            self._close(self.links.pop(peer), error)
 
     def _close(self, lines: Sequence[socket.socket], why: object) -> None:
         self.trouble = str(why)

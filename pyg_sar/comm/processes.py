@@ -243,7 +243,31 @@ def serve(descriptor: int, pid: int) -> None:
 # The end of a worker #########################################################
 
 
-class TerminationNotice:
+class _Notice:
+    """A handler of a signal in the main thread, where the script has none of its own."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self._installed = False
+
+    def install(self) -> None:
+        """Installs it where it applies."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(self.signum) is signal.SIG_DFL:
+            signal.signal(self.signum, self._handle)
+            self._installed = True
+
+    def remove(self) -> None:
+        """Restores the default."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(self.signum, signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class TerminationNotice(_Notice):
     """Turns torchrun's SIGTERM into the error that says why.
 
     As soon as a worker is lost, torchrun sends SIGTERM to all others, wherever they are: by
@@ -256,26 +280,13 @@ class TerminationNotice:
     """
 
     def __init__(self, cause: Callable[[], Exception | None]) -> None:
+        super().__init__(signal.SIGTERM)
         self._cause = cause
-        self._installed = False
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Installs the handler where it applies."""
-        applies = (
-            "TORCHELASTIC_RUN_ID" in os.environ
-            and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        )
-        if applies:
-            signal.signal(signal.SIGTERM, self._handle)
-            self._installed = True
-
-    def remove(self) -> None:
-        """Restores the default."""
-        if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._installed = False
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            super().install()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.remove()
@@ -286,7 +297,7 @@ class TerminationNotice:
         os.kill(os.getpid(), signum)
 
 
-class SignalNotice:
+class SignalNotice(_Notice):
     """Notes that a signal came, in place of ending the process. A context manager.
 
     Nothing is noted outside the main thread, and where the script has a handler of its own.
@@ -299,22 +310,17 @@ class SignalNotice:
     """
 
     def __init__(self, signum: int = signal.SIGUSR1) -> None:
-        self.signum, self.came = signum, False
-        self._installed = False
+        super().__init__(signum)
+        self.came = False
 
     def __enter__(self) -> SignalNotice:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(self.signum) is signal.SIG_DFL:
-            signal.signal(self.signum, self._note)
-            self._installed = True
+        self.install()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._installed:
-            signal.signal(self.signum, signal.SIG_DFL)
-            self._installed = False
+        self.remove()
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.came = True
 
 

@@ -113,8 +113,8 @@ class Sharing:
         """Lets local peers read a copy of rows.
 
         ``fill`` writes them into a tensor of this shape, ``(rows, width)``, and dtype, on the
-        issuing thread. Ledgers count how many of the rows each of the ``readers`` will take. To
-        wait for before what ``fill`` reads is changed.
+        issuing thread. Ledgers count how many of the rows each of the ``readers`` will take. The
+        handle is to be waited for before what ``fill`` reads is changed.
         """
         row = shape[1] * dtype.itemsize
         wanted = {peer: number * row for peer, number in readers.items() if number * row}

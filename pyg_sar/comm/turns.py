@@ -118,8 +118,8 @@ class ProcessState:
         return {**vars(self), "variables": None}
 
     def restore(self, held: ProcessState) -> None:
-        """Makes the generators go on from here, and the process, which is in the state ``held``,
-        have these settings.
+        """Makes the generators go on from here, and sets the settings of a process in the state
+        ``held``.
         """
         set_random_states(self.torch, self.device)
         if not self.words or self.words != held.words:
@@ -143,13 +143,9 @@ class Turns:
     program alone, not on the system's scheduling, and is the same in each pass. Each part has
     random states and settings of its own: they are exchanged with the turn.
 
-    Args:
-        parts: The parts of this process, ascending.
-        check: Raises once something outside this process has failed.
-        outside: Returns whether something outside this process may still end a wait.
-        begin: Called when a part's turn begins, with the part, on its thread.
-        end: The same when its turn ends.
-        device: Where they compute; by default the CPU.
+    ``check`` raises once something outside this process has failed; ``outside`` returns whether
+    such a thing may still end a wait; ``begin`` and ``end`` are called when a part's turn begins
+    and ends, with the part, on its thread.
     """
 
     def __init__(
