@@ -45,12 +45,8 @@ class RowCache:
         gap: Runs with at most so many rows between them are read in one request.
 
     Attributes:
-        loaded: Halo rows that came from the file.
-        found: Halo rows that came from the cache.
+        loaded, found: Halo rows that came from the file, and from the cache.
         requests: Calls of ``read``.
-
-    Raises:
-        ValueError: When ``slots`` does not have the plan's number of rows.
     """
 
     def __init__(self, plan: RowPlan, slots: Tensor, read: Read, gap: int = 0) -> None:
@@ -65,16 +61,7 @@ class RowCache:
         self._next = 0
 
     def publish(self, part: int, rows: Tensor) -> None:
-        """Takes up the published rows of a part that the plan keeps.
-
-        Args:
-            part: The part.
-            rows: All rows that it publishes, of the shape ``[n, ...]``.
-
-        Raises:
-            ValueError: When they are not as many as the plan has, not of the slots' shape and
-                dtype, when they came before, or after the first gather.
-        """
+        """Takes up those of the rows that a part publishes, ``[n, ...]``, which the plan keeps."""
         self._check(rows, int(np.diff(self.plan.first)[part]), f"the rows of part {part}")
         if self._published[part] or self._next:
             raise ValueError(f"Part {part} publishes rows twice, or after the first gather")
@@ -82,15 +69,8 @@ class RowCache:
         _move(rows, self.plan.publish_row[part], self.slots, self.plan.publish_slot[part])
 
     def gather(self, part: int, out: Tensor) -> None:
-        """Fills the halo rows of the part whose turn it is, and takes up those that the plan keeps.
-
-        Args:
-            part: The part.
-            out: Memory for its halo rows, of shape ``[H, ...]``.
-
-        Raises:
-            ValueError: When ``out`` has another shape or dtype than the halo rows, when it is
-                another part's turn, or when rows of a part that the plan keeps were not published.
+        """Fills the halo rows ``[H, ...]`` of the part whose turn it is, and takes up those that
+        the plan keeps.
         """
         if self._next == len(self.plan.turns) or part != self.plan.turns[self._next].part:
             raise ValueError(
@@ -162,9 +142,6 @@ def exchange_rows(
 
     Returns:
         What to wait for, and by worker the tensors that come, which are there then.
-
-    Raises:
-        StoreError: There is no room for what is on its way.
     """
     outer, like = host.outer, next(iter(sends.values()))[0]
     width, row = like.size(1), like.size(1) * like.element_size()
@@ -243,30 +220,23 @@ class Routes:
         self.first, self.piece = [0, *accumulate(sizes)], piece
         self._plans: dict[int, StoredPlan] = {}
 
-    def has_plan(self, capacity: int) -> bool:
-        """True where the plan of a cache of so many rows was made."""
-        return capacity in self._plans
-
     def planning_bytes(self) -> int:
         """Bytes that planning takes at most, about: NumPy's, which the store does not count."""
         halo = sum(places.numel() for places in self.places.values())
         return PLANNING[0] * halo + PLANNING[1] * sum(self.sizes)
 
-    def plan(self, host: Host, capacity: int) -> StoredPlan:
+    def plan(self, host: Host, store: PartStore, capacity: int) -> StoredPlan:
         """The contents of a cache of so many rows, turn by turn. Made once."""
         found = self._plans.get(capacity)
         if found is None:
+            store.make_room(self.planning_bytes())
             found = self._plans[capacity] = StoredPlan(self, host, capacity)
+            store.count()  # Planning has given its memory back.
         return found
 
 
 class StoredPlan:
-    """The planned cache of a plan's published rows.
-
-    Args:
-        routes: Who reads what.
-        host: The process.
-        capacity: Rows that the cache holds.
+    """The planned cache, of so many rows, of a plan's published rows.
 
     Attributes:
         rows: The plan.
@@ -304,21 +274,10 @@ class StoredPlan:
 
 
 class Tables:
-    """Published rows of one pass, in memory.
-
-    Args:
-        host: The process.
-        routes: Who reads what.
-        kinds: Width and dtype of each message.
-        label: Whom the ledgers charge.
-    """
+    """Published rows of one pass, in memory; ``kinds`` are dtype and width of each message."""
 
     def __init__(
-        self,
-        host: Host,
-        routes: Routes,
-        kinds: Sequence[tuple[torch.dtype, int]],
-        label: Label,
+        self, host: Host, routes: Routes, kinds: Sequence[tuple[torch.dtype, int]], label: Label
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
@@ -445,16 +404,7 @@ class Tables:
 
 
 class StoredTables(Tables):
-    """Published rows of one pass in the store's file, beside a planned cache in memory.
-
-    Args:
-        host: The process.
-        routes: Who reads what.
-        kinds: Width and dtype of each message.
-        label: Whom the ledgers charge.
-        store: Where waiting parts are.
-        file: Its file of rows.
-    """
+    """Published rows of one pass in the store's file, beside a planned cache in memory."""
 
     def __init__(
         self,
@@ -468,12 +418,7 @@ class StoredTables(Tables):
         super().__init__(host, routes, kinds, label)
         self._store, self._file = store, file
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
-        planned = routes.has_plan(capacity)
-        if not planned:
-            store.make_room(routes.planning_bytes())
-        self.plan = routes.plan(host, capacity)
-        if not planned:
-            store.count()  # Planning has given its memory back.
+        self.plan = routes.plan(host, store, capacity)
         self._places: list[dict[int, int]] = [{} for _ in kinds]
         self._caches = []
         for number, (dtype, width) in enumerate(kinds):
