@@ -215,12 +215,10 @@ def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def check_tensors(
     named: Sequence[tuple[str, Tensor]], settings: Sequence[str], comm: Communicator
 ) -> None:
-    """Compares tensors, but for those of other lengths, and settings of layers. Collective.
+    """Compares tensors, but for those of other lengths, and settings of layers
+    (:func:`attribute_rows`). Collective.
 
-    Args:
-        named: Tensors with names for errors; the same number of them on all workers.
-        settings: As :func:`attribute_rows` gives them.
-        comm: The workers.
+    Tensors come with names for errors, the same number of them on all workers.
 
     Raises:
         ValueError: on every worker, when some differ (:func:`reconcile`).

@@ -39,10 +39,7 @@ class ReplicaGradients:
     """Averages the gradients of a model's parameters. See [Note: one average per pass].
 
     It is called before the model's forward pass, to find parameters that the model got since.
-
-    Args:
-        across: The workers of this rank in all replicas.
-        settings: Returns a line for each setting of the model's layers, to compare.
+    ``settings`` returns a line for each setting of the model's layers, to compare.
     """
 
     def __init__(self, across: Communicator, settings: Callable[[], list[str]]) -> None:
@@ -120,10 +117,8 @@ class ReplicaGradients:
 
     @torch.no_grad()
     def finish(self, task: int) -> None:
-        """Averages what a backward pass has added, and adds it to what was there before.
-
-        Args:
-            task: Autograd's number of the pass.
+        """Averages what a backward pass (autograd's ``task``) has added, and adds it to what was
+        there before.
 
         Raises:
             ValueError: Gradients were asked for by ``torch.autograd.grad``, not added to ``.grad``,

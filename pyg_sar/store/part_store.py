@@ -201,10 +201,7 @@ class PartStore:
 
     @contextmanager
     def unpaged(self, size: int = 0) -> Iterator[None]:
-        """Makes tensors that the system reads or writes, or that all parts use.
-
-        Args:
-            size: Their bytes, which the pager makes room for.
+        """Makes tensors, of ``size`` bytes, that the system reads or writes, or that all parts use.
 
         Raises:
             StoreError: There is no room.
@@ -366,9 +363,7 @@ def _wrapped(kind: Any, rows: Any, axis: int, local: Tensor) -> Tensor:
 class _Saved:
     """Holds the tensor that one call has saved, or its bits.
 
-    Args:
-        tensor: What PyTorch would save.
-        sign: Only whether a number is above 0 matters; else the tensor has 0 and one other value.
+    ``sign``: only whether a number is above 0 matters; else the tensor has 0 and one other value.
     """
 
     __slots__ = (
@@ -424,10 +419,8 @@ class _Saved:
         return tensor.nbytes
 
     def whole(self) -> Tensor:
-        """The tensor, or one with the same answers.
-
-        Raises:
-            RuntimeError: It was changed in place since it was saved.
+        """The tensor, or one with the same answers; ``RuntimeError``: it was changed in place
+        since.
         """
         if self._bits is None:
             tensor = self._tensor
