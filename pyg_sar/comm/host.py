@@ -261,9 +261,7 @@ class Host:
         """Has a part come to its next meeting.
 
         Args:
-            part: The part.
-            name: What it does there.
-            thing: What it brings.
+            part, name, thing: The part, what it does there, and what it brings.
             combine: Called by the last part of this process. Where it returns :class:`Started`,
                 the meeting is over when these transfers are.
             ready: The part takes the result when this is true, too.

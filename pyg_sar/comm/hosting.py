@@ -54,7 +54,7 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
 
 
 class PartError(Exception):
-    """A part of this process failed; ``None`` with replicas, where errors name workers."""
+    """A part of this process failed; with replicas it is ``None``, as errors name workers."""
 
     def __init__(self, part: int | None, error: BaseException) -> None:
         super().__init__(f"part {part}")

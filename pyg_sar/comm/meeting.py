@@ -246,12 +246,9 @@ def meet_local_peers(
 ) -> SharedMemory | None:
     """Finds the workers that share memory with this one; all ranks call it. See [Note: the proof].
 
-    Args:
-        store: The workers' store, with no keys of others; it raises once a worker has failed.
-        info: This worker.
-        everyone: What each rank is, from the rendezvous.
-        switch: As :func:`read_switch`.
-        timeout: Seconds to wait for the others, and that a later wait may take.
+    The store has no keys of others, and raises once a worker has failed. ``everyone`` is what each
+    rank is, from the rendezvous, ``switch`` is as :func:`read_switch`. A later wait may take
+    ``timeout`` seconds, too.
 
     Returns:
         The local peers; ``None`` where there are none, on all ranks if every host is another.

@@ -264,14 +264,11 @@ class SharedMessage:
 class SharedMemory:
     """Passes messages between the workers of a host. See [Note: messages] in sharing.
 
-    Args:
-        rank: This worker.
-        links: Connections to the local peers, by :func:`pyg_sar.comm.meeting.meet_local_peers`.
-        timeout: Seconds that a wait may take.
-        complete: Whether all workers of the group are local peers of each other: they can
-            :meth:`swap`.
+    Links are connections to the local peers (:func:`pyg_sar.comm.meeting.meet_local_peers`);
+    ``timeout`` are the seconds that a wait may take.
 
     Attributes:
+        complete: All workers of the group are local peers of each other: they can :meth:`swap`.
         posts: Where messages are noted: with the backend's.
     """
 

@@ -43,11 +43,8 @@ def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
-    """Returns every worker's rows on rank 0, in rank order, else nothing. Collective.
-
-    Args:
-        rows: ``[n_p, *]``, alike on all workers but for :math:`n_p`.
-        comm: The workers.
+    """Returns every worker's rows, ``[n_p, *]``, on rank 0, in rank order; else nothing.
+    Collective.
     """
     rows = rows.detach().contiguous()
     counts = [int(n) for n in comm.all_gather_object(rows.size(0))]
@@ -375,11 +372,7 @@ def wrapper_of(model: torch.nn.Module) -> str | None:
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Refuses a second summation of gradients around, or in, a distributed model.
-
-    Raises:
-        ValueError: When there is one.
-    """
+    """Raises ``ValueError`` on another summation of gradients, around a distributed model or in it."""
     name = wrapper_of(model)
     if name is not None:
         raise ValueError(

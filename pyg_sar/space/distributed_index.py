@@ -415,11 +415,8 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
 class Selections:
     """Edges selected from a tensor earlier, found again by the same or by equal columns.
 
-    Relational layers select the edges of each relation by a mask that they make anew in each
-    pass. As many edges are remembered as there are in a few copies of the whole.
-
-    Args:
-        num_edges: Edges that may be selected.
+    Relational layers select the edges of each relation by a mask that they make anew in each pass.
+    As many edges are remembered as there are in a few copies of the whole.
     """
 
     def __init__(self, num_edges: int) -> None:

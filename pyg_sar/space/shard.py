@@ -266,16 +266,13 @@ class Shard:
 
 
 class Shards:
-    r"""The edges of one worker as shards.
+    """The edges of one worker, with local targets, as shards.
 
     Shard 0 holds those from its own nodes, shard u those from the owner of unit u
     (:class:`~pyg_sar.exchange.halo.HaloPlan`); where a process hosts several parts, shard 1 those
     from all halo nodes (``exchange/part_rows.py``).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
-
-    Args:
-        edge_index: Distributed edges ``[2, E]`` with local targets.
 
     Attributes:
         in_degree: Edges into each target node, ``[num_targets]``.

@@ -64,13 +64,11 @@ class PartStore:
     """Keeps the tensors of waiting parts, and rows that they publish, within a budget of memory.
 
     Args:
-        parts: Parts of this process.
-        all_parts: Parts of the graph.
+        parts, all_parts: Parts of this process, and of the graph.
         memory: Bytes that this process may take beyond what it has now, with all libraries loaded.
         directory: Where its files lie; ``None``: nothing can be moved out.
 
     Attributes:
-        memory: Bytes that may be taken.
         rows: The file of published rows, if there is a directory.
         cache_bytes: Bytes of the cache of one pass.
 

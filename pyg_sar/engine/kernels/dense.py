@@ -41,13 +41,7 @@ QUERIES, KEYS = 256, 1024
 
 
 class AllRows(HaloPlan):
-    """The plan by which every worker needs every row of every other.
-
-    Args:
-        comm: The communicator.
-        counts: Rows of each worker.
-        device: Where the rows are.
-    """
+    """The plan by which every worker needs every row of every other, of which each has so many."""
 
     def __init__(self, comm: Communicator, counts: list[int], device: torch.device) -> None:
         own, rank = counts[comm.rank], comm.rank
