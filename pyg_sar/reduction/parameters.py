@@ -372,7 +372,7 @@ def wrapper_of(model: torch.nn.Module) -> str | None:
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Raises ``ValueError`` on another summation of gradients, around a distributed model or in it."""
+    """Raises ``ValueError`` where a distributed model's gradients are summed by others as well."""
     name = wrapper_of(model)
     if name is not None:
         raise ValueError(
