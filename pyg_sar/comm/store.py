@@ -51,7 +51,7 @@ def no_check() -> None:
 
 
 def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
-    """Hosts a store for workers, in which whoever reaches its port may write; 0 takes a free one.
+    """Hosts a store for workers, in which whoever reaches its port may write (0: a free one).
 
     Where the workers call this host by the loopback (``127.0.0.1``, ``localhost``), no other host
     reaches the store; else it listens on all interfaces. ``timeout``: seconds that an answer may

@@ -319,8 +319,6 @@ class Chooser:
         """Looks at the message on a few made-up edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
-        numbers, budget, rows = Dependence.no_opinion(), 1, None
-        sets: list[str] = []
         try:
             reductions = decomposition_of(self.layer, complete)
             program = TileProgram(
@@ -340,7 +338,7 @@ class Chooser:
             _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
-            return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
+            return _Analysis(error.severity, str(error), 1, Dependence.no_opinion(), None, [])
         return _Analysis(0, "", budget, numbers, rows, sets, program)
 
     def _max_edges(self, program: TileProgram) -> int:

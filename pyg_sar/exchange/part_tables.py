@@ -68,9 +68,9 @@ class RowCache:
         self._published[part] = True
         _move(rows, self.plan.publish_row[part], self.slots, self.plan.publish_slot[part])
 
-    def gather(self, part: int, out: Tensor) -> None:
+    def gather(self, part: int, out: Tensor) -> int:
         """Fills the halo rows ``[H, ...]`` of the part whose turn it is, and takes up those that
-        the plan keeps.
+        the plan keeps; returns how many came from the file.
         """
         if self._next == len(self.plan.turns) or part != self.plan.turns[self._next].part:
             raise ValueError(
@@ -88,6 +88,7 @@ class RowCache:
         _move(out, turn.enter_place, self.slots, turn.enter_slot)
         self.found += turn.found_slot.size
         self.loaded += turn.num_loaded
+        return turn.num_loaded
 
     def _load(self, turn: Turn, out: Tensor) -> None:
         sizes = turn.run_stop - turn.run_start
@@ -333,10 +334,6 @@ class Tables:
         """True where a part may gather now."""
         return True
 
-    def loaded(self) -> tuple[int, int]:
-        """Rows that were read from the store so far, and their bytes."""
-        return 0, 0
-
     def in_place(self, part: int) -> tuple[list[Tensor], Tensor] | None:
         """All published rows of each message, and which of them are a part's halo rows.
 
@@ -353,14 +350,11 @@ class Tables:
         Returns:
             Rows that were read from the store, and their bytes.
         """
-        before = self.loaded()
         self._settle()
-        for number, out in enumerate(into):
-            self._gather(part, number, out)
-        rows, size = self.loaded()
-        found = rows - before[0], size - before[1]
+        loaded = [self._gather(part, number, out) for number, out in enumerate(into)]
         self._count()
-        return found
+        rows = max(loaded, default=0)  # of each message the same
+        return rows, rows * sum(self._row_bytes)
 
     def _count(self) -> None:
         self._gathered += 1
@@ -385,15 +379,17 @@ class Tables:
             for room, rows in zip(self._room(part), messages, strict=True):
                 room.copy_(rows)
 
-    def _gather(self, part: int, number: int, out: Tensor) -> None:
+    def _gather(self, part: int, number: int, out: Tensor) -> int:
+        """Fills a part's halo rows of a message; returns how many were read from the store."""
         rows, places = self._rows[number], self.routes.places[part]
         if out.device != rows.device:
             pin = out.device.type == "cuda"
             buffer = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
             torch.index_select(rows, 0, places, out=buffer)
             out.copy_(buffer, non_blocking=True)
-            return
-        torch.index_select(rows, 0, places, out=out)
+        else:
+            torch.index_select(rows, 0, places, out=out)
+        return 0
 
     def _close(self) -> None:
         store = self.host.store
@@ -424,11 +420,6 @@ class StoredTables(Tables):
         for number, (dtype, width) in enumerate(kinds):
             slots = store.take_slots((self.plan.rows.num_slots, width), dtype)
             self._caches.append(self._cache(number, slots))
-
-    def loaded(self) -> tuple[int, int]:
-        """Rows that were read from the store so far, and their bytes."""
-        rows = max((cache.loaded for cache in self._caches), default=0)  # of each message the same
-        return rows, rows * sum(self._row_bytes)
 
     def _cache(self, number: int, slots: Tensor) -> RowCache:
         first, row = self.plan.rows.first, self._row_bytes[number]
@@ -466,14 +457,14 @@ class StoredTables(Tables):
                 place = self._places[number][part] = self._file.allocate(data.numel())
                 self._file.write(place, data)
 
-    def _gather(self, part: int, number: int, out: Tensor) -> None:
+    def _gather(self, part: int, number: int, out: Tensor) -> int:
         order = self.plan.order[part]
         if order is None:
-            self._caches[number].gather(part, out)
-            return
+            return self._caches[number].gather(part, out)
         rows = torch.empty_like(out)
-        self._caches[number].gather(part, rows)
+        loaded = self._caches[number].gather(part, rows)
         out.index_copy_(0, order, rows)
+        return loaded
 
     def _close(self) -> None:
         for cache, places, row in zip(self._caches, self._places, self._row_bytes, strict=True):
