@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from row_loads import loads
 
-from pyg_sar.exchange.row_plan import loads, nearest, next_uses, plan_rows
+from pyg_sar.exchange.row_plan import nearest, next_uses, plan_rows
 
 _Ints = NDArray[Any]
 

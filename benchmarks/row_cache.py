@@ -27,8 +27,9 @@ import torch_geometric
 from command_line import command
 from numpy.typing import NDArray
 from part_order import order_parts
+from row_loads import check_plan, loads
 
-from pyg_sar.exchange.row_plan import check_plan, gap_of, loads, nearest, next_uses, plan_rows
+from pyg_sar.exchange.row_plan import gap_of, nearest, next_uses, plan_rows
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr
 from pyg_sar.partition.layout import NodeOrder, group_edges

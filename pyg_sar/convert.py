@@ -25,6 +25,7 @@ from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.reducing_layers import check_layer, mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
+from pyg_sar.reduction.gradients import ReplicaGradients
 from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
@@ -32,7 +33,6 @@ from pyg_sar.reduction.parameters import (
     first_difference,
     refuse_wrapped,
 )
-from pyg_sar.reduction.replicas import ReplicaGradients
 
 
 @cache

@@ -10,19 +10,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from benchmark_scripts import benchmark
 
-from pyg_sar.exchange.part_tables import Routes, RowCache
+from pyg_sar.exchange.part_tables import Routes, RowCache, StoredPlan
 from pyg_sar.exchange.row_plan import (
     JOINED_GAPS,
-    check_plan,
     gap_of,
     joined_runs,
-    loads,
     plan_rows,
 )
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import NodeOrder, group_edges
 from pyg_sar.tools.graph_sources import load_npz
+
+row_loads = benchmark("row_loads")
+check_plan, loads = row_loads.check_plan, row_loads.loads
 
 
 def random_case(seed, most_parts=7, most_rows=60):
@@ -316,7 +318,7 @@ def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
     host = SimpleNamespace(parts=range(parts), num_parts=parts, keep="belady")
     tracemalloc.start()
     try:
-        routes.plan(host, capacity)
+        StoredPlan(routes, host, capacity)
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

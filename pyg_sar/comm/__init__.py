@@ -3,8 +3,4 @@
 from pyg_sar.comm.communicator import Communicator
 from pyg_sar.comm.group import current, finalize
 
-__all__ = [
-    "Communicator",
-    "current",
-    "finalize",
-]
+__all__ = ["Communicator", "current", "finalize"]

@@ -121,13 +121,8 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 class Setting:
     """Holds what a transport is opened with.
 
-    Args:
-        info: This worker.
-        store: Where the workers meet.
-        timeout: Seconds that an operation may take.
-        device: Of this worker.
-        groups: The ranks of each of the groups into which the workers are divided; by default they
-            are one group.
+    ``store`` is where the workers meet, ``timeout`` the seconds that an operation may take. The
+    workers are divided into ``groups``, each given by its ranks; by default they are one.
     """
 
     info: WorkerInfo

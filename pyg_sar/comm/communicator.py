@@ -33,7 +33,8 @@ from pyg_sar.comm.messages import (
     place_in,
 )
 from pyg_sar.comm.processes import TerminationNotice
-from pyg_sar.comm.sharing import LocalPeers, Sharing
+from pyg_sar.comm.shared_memory import SharedMemory
+from pyg_sar.comm.sharing import Sharing
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label, spoken
 from pyg_sar.wording import counted
@@ -349,7 +350,7 @@ class LocalCommunicator(Communicator):
         return [tensor.detach().clone()]
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
-        _check_src(src, 1)
+        check_src(src, 1)
         return tensor
 
 
@@ -371,7 +372,7 @@ class GroupCommunicator(Communicator):
         transport: Transport,
         watch: Watch,
         timeout: float,
-        local_peers: LocalPeers | None = None,
+        local_peers: SharedMemory | None = None,
         posts: Posts | None = None,
         main: GroupCommunicator | None = None,
     ) -> None:
@@ -454,7 +455,7 @@ class GroupCommunicator(Communicator):
         return result
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
-        _check_src(src, self.world_size)
+        check_src(src, self.world_size)
         ledgers = list(self.ledgers)
 
         def task() -> None:
@@ -537,6 +538,7 @@ def _as_a_whole(tensor: Tensor) -> Iterator[Tensor]:
         target.copy_(whole)
 
 
-def _check_src(src: int, world_size: int) -> None:
+def check_src(src: int, world_size: int, members: str = "workers") -> None:
+    """Raises ``ValueError`` on a rank to broadcast from that is none."""
     if not 0 <= src < world_size:
-        raise ValueError(f"'src'={src} must be a rank of the {counted(world_size, 'workers')}")
+        raise ValueError(f"'src'={src} must be a rank of the {counted(world_size, members)}")

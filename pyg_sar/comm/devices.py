@@ -31,11 +31,7 @@ class Placement:
 
 
 def device_of(device: torch.device | str | int) -> torch.device:
-    """Returns what the user gave as a device.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Returns what the user gave as a device, or raises ``ValueError``."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -43,13 +39,7 @@ def device_of(device: torch.device | str | int) -> torch.device:
 
 
 def check_gpu(device: torch.device, rank: int, gpus: int) -> None:
-    """Raises ``ValueError`` on a GPU that this host hasn't.
-
-    Args:
-        device: What was asked for; other devices than GPUs are not looked at.
-        rank: Of the worker.
-        gpus: CUDA devices of this host that PyTorch sees.
-    """
+    """Raises ``ValueError`` on a GPU that this host, on which PyTorch sees ``gpus``, hasn't."""
     if device.type != "cuda" or (device.index or 0) < gpus:
         return
     remedy = f"pass 'cuda:0' to 'cuda:{gpus - 1}', or leave 'device' out"
@@ -77,8 +67,8 @@ def placement(
 
     Args:
         info: The worker.
-        backend: What the user asked for, if anything.
-        device: The same. ``cuda`` without a number is ``cuda:LOCAL_RANK``, modulo the GPUs.
+        backend, device: What the user asked for, if anything. ``cuda`` without a number is
+            ``cuda:LOCAL_RANK``, modulo the GPUs.
         gpus: CUDA devices of this host that PyTorch sees.
         nccl: This PyTorch has NCCL.
         parts: The worker hosts parts, whose messages are put together in the CPU's memory: not by
@@ -122,11 +112,7 @@ def placement(
 def place(
     info: WorkerInfo, backend: str | None, device: torch.device | None, parts: bool = False
 ) -> Placement:
-    """Returns :func:`placement` on this machine; rank 0 writes it to the log ``pyg_sar.comm``.
-
-    Raises:
-        ValueError: See :func:`placement`.
-    """
+    """Returns :func:`placement` on this machine; rank 0 writes it to the log ``pyg_sar.comm``."""
     found = placement(info, backend, device, count_gpus(), dist.is_nccl_available(), parts)
     if info.rank == 0:
         logging.getLogger("pyg_sar.comm").info(

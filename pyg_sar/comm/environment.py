@@ -36,14 +36,11 @@ PORTS = 10_000, 20_000
 class WorkerInfo:
     """A worker's rank, those of its host, and where the workers meet.
 
-    Args:
-        rank: Its rank.
-        world_size: Number of workers.
+    Attributes:
         local_rank: Its number on its host (``None``: not said).
         local_world_size: Number of workers on its host.
-        agent_store: Whether the store lives outside the workers (with torchrun, or ``launch``).
-        address: The host of the workers' store.
-        port: The port of the workers' store.
+        agent_store: The store lives outside the workers (with torchrun, or ``launch``).
+        address, port: Of the workers' store.
         parts: Number of workers of a replica; ``None``: there is one replica.
     """
 
@@ -111,13 +108,10 @@ def find_stopped(mine: WorkerInfo) -> dict[int, dict[str, Any]]:
 
 
 def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
-    """Reads the launcher's variables. See [Note: launchers in launchers].
+    """Reads the launcher's variables, of this process by default. See [Note: launchers in
+    launchers].
 
-    Args:
-        env: The environment; by default this process's.
-
-    Returns:
-        ``None`` where there are none, and where a launcher started one process: no workers then.
+    ``None`` where there are none, and where a launcher started one process: no workers then.
 
     Raises:
         ValueError: When they are incomplete, contradict each other or make no sense; names the
@@ -143,8 +137,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
 def adopted() -> WorkerInfo | None:
     """Returns this worker's place in the process group that the script, or Ray, has set up.
 
-    Returns:
-        ``None`` where :mod:`torch.distributed` has no process group, or one of a single worker.
+    ``None`` where :mod:`torch.distributed` has no process group, or one of a single worker.
 
     Raises:
         ValueError: ``RANK`` or ``WORLD_SIZE`` is another one, or its store is not a TCP store.
@@ -286,10 +279,8 @@ def _first_host(
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first host of SLURM's list: ``'gpu[003-007,9],cpu1'`` begins with ``'gpu003'``.
-
-    Raises:
-        ValueError: It is no such list.
+    """Returns the first host of SLURM's list: ``'gpu[003-007,9],cpu1'`` begins with
+    ``'gpu003'``.
     """
     found = re.match(r"(?:[\w.-]|\[[\w,-]+\])+", nodes)
     if found is None:

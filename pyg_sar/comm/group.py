@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,23 +27,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
-from pyg_sar.comm.communicator import (
-    Communicator,
-    GroupCommunicator,
-    LocalCommunicator,
-)
+from pyg_sar.comm.communicator import Communicator, GroupCommunicator, LocalCommunicator
 from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
-from pyg_sar.comm.messages import (
-    COLLECTIVE,
-    MemberPosts,
-    NoWatch,
-    Outgoing,
-    Posts,
-    is_consequence,
-)
+from pyg_sar.comm.messages import COLLECTIVE, MemberPosts, NoWatch, Outgoing, Posts, is_consequence
 from pyg_sar.comm.processes import addresses_from, this_process
 from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
@@ -71,12 +60,8 @@ __all__ = [
 
 
 def name_start(store: AskedStore, info: WorkerInfo, timeout: float) -> str:
-    """Returns the name of this start of the workers. See [Note: starts].
-
-    Args:
-        store: The workers' store, which may have been that of workers before.
-        info: This worker.
-        timeout: Seconds to wait for rank 0.
+    """Returns the name of this start of the workers, in a store that may have been that of workers
+    before. See [Note: starts].
 
     Raises:
         CommTimeoutError: When rank 0 has not come after ``timeout`` seconds.
@@ -114,12 +99,7 @@ def wait_for_workers(
 ) -> list[dict[str, Any]]:
     """Waits until every rank came and wants the same.
 
-    Args:
-        store: The workers' store, in which this rank is claimed.
-        info: This worker.
-        backend: What it wants.
-        timeout: Seconds to wait for the others.
-        meanwhile: Called time and again with what is known of those who came, by rank.
+    ``meanwhile`` is called time and again with what is known of those who came, by rank.
 
     Returns:
         What each rank is (:func:`this_process`), in rank order.
@@ -169,13 +149,13 @@ def wait_for_workers(
 # The current communicator #####################################################
 
 
+@dataclass(slots=True)
 class Scope:
     """Holds the current communicator of a process, or of a thread that is a worker."""
 
-    def __init__(self) -> None:
-        self.comm: Communicator | None = None
-        self.fallback: LocalCommunicator | None = None
-        self.generation = 0
+    comm: Communicator | None = None
+    fallback: LocalCommunicator | None = None
+    generation: int = 0
 
 
 _scope: ContextVar[Scope] = ContextVar("pyg_sar communicator", default=Scope())  # noqa: B039
@@ -343,8 +323,6 @@ def _open(
     generation: int,
     replicas: int,
 ) -> Communicator:
-    if backend is not None:
-        TRANSPORTS[backend].check()
     if backend is not None and not TRANSPORTS[backend].uses_store:
         check_replicas(replicas, replicas, backend)
         info = WorkerInfo(
@@ -355,18 +333,16 @@ def _open(
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = adopted() or read_environment()
     switch = read_switch()
-    if found is not None:
-        check_replicas(replicas, found.world_size, who=f" at rank {found.rank}")
-        if replicas > 1:
-            found = replace(found, parts=found.world_size // replicas)
-    else:
+    if found is None:
         check_replicas(replicas, 1)
-    if found is None or found.world_size == 1:
-        if found is not None:
-            device = place(found, backend, device).device
-        elif device is not None:
+        if device is not None:
             check_gpu(device, 0, count_gpus())
         return LocalCommunicator(None if device is None else numbered(device), timeout)
+    check_replicas(replicas, found.world_size, who=f" at rank {found.rank}")
+    if replicas > 1:
+        found = replace(found, parts=found.world_size // replicas)
+    if found.world_size == 1:
+        return LocalCommunicator(numbered(place(found, backend, device).device), timeout)
     chosen = place(found, backend, device, parts)
     kind, device = TRANSPORTS[chosen.backend], chosen.device
     again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ
@@ -438,10 +414,11 @@ def _join(
     groups = [range(at, at + parts) for at in range(0, info.world_size, parts)]
     members = groups[replica]
     own = replace(info, rank=part, world_size=parts)
-    of_group = _asked(store, shared, f"replica {replica}") if info.parts else store
-    local_peers = meet_local_peers(
-        of_group, own, everyone[members.start : members.stop], switch, timeout, watch.check
-    )
+    of_group, found = store, everyone[members.start : members.stop]
+    if info.parts:
+        inner = dist.PrefixStore(f"replica {replica}", shared)
+        of_group = AskedStore(lambda: inner, store.check_workers, store.hear)
+    local_peers = meet_local_peers(of_group, own, found, switch, timeout)
     if info.parts:
         of_group.close()
     if setting.device.type == "cuda":
@@ -463,7 +440,7 @@ def _join(
         watch.check()
     transports = made.result()
     # Who ended at once would close connections that others are still about to open.
-    say(store, info.rank, info.world_size, "joined", True, "to join", timeout, watch.check)
+    say(store, info, "joined", True, "to join", timeout)
     if info.parts is None:
         return GroupCommunicator(transports[0], watch, timeout, local_peers)
     posts = Posts()
@@ -477,13 +454,6 @@ def _join(
     comm = GroupCommunicator(transports[0], watch, timeout, local_peers, posts)
     comm.place_among(GroupCommunicator(transports[1], watch, timeout, main=comm))
     return comm
-
-
-def _asked(store: AskedStore, shared: dist.Store, prefix: str) -> AskedStore:
-    """Returns the workers' store for some of them alone."""
-    return AskedStore(
-        lambda: dist.PrefixStore(prefix, shared), store.check_workers, store.hear, store.patience
-    )
 
 
 def _transports(
@@ -509,6 +479,4 @@ def finalize() -> None:
 
 def adopt(comm: Communicator) -> None:
     """Makes ``comm`` the current one of this thread (and of what it starts in its context)."""
-    scope = Scope()
-    scope.comm = comm
-    _scope.set(scope)
+    _scope.set(Scope(comm))

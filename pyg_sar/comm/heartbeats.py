@@ -15,7 +15,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +22,7 @@ import torch.distributed as dist
 from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.messages import GetProgress, Posts, State, from_text, to_text
-from pyg_sar.comm.processes import (
-    RUNS,
-    STOPPED,
-    StatusServer,
-    ask,
-    is_dead,
-    is_stopped,
-    place,
-)
+from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped, place
 from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import PygSarError
 
@@ -43,10 +34,8 @@ START = "the start"  # What a worker does until all have met.
 class Heartbeats:
     """The beats of all workers, and their notes, as one of them sees them.
 
-    Args:
-        info: This worker.
-        everyone: What each rank is, from the rendezvous, as far as it is known.
-        long: Seconds after which this worker tells what it waits for.
+    ``everyone`` is what each rank is, from the rendezvous, as far as it is known. After ``long``
+    seconds this worker tells what it waits for.
     """
 
     def __init__(
@@ -82,18 +71,21 @@ class Heartbeats:
         """Takes in that the store answers, or that nobody hosts it yet."""
         self._answered = self._awake
 
-    def _ask(self, question: Callable[[AskedStore], Any]) -> Any:
-        """Asks the store; ``None`` while it is silent, and once it is gone for good."""
+    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """Asks the store by a method of it; ``None`` while it is silent, or is gone for good."""
         with self._lock:
             if self._store_error is not None or self._store is None:
                 return None
             try:
-                return question(self._store)
+                return question(self._store, *args)
             except TimeoutError:
                 return None
             except (dist.DistError, PygSarError) as error:
                 self._store_error = error
                 return None
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(AskedStore.check, [key]))
 
     # Where the others run ----------------------------------------------------
 
@@ -102,14 +94,14 @@ class Heartbeats:
         with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
             self._status_server = StatusServer(addresses)
             text = json.dumps(self._status_server.where)
-            self._ask(lambda store: store.set(f"status/{self.rank}", text))
+            self._ask(AskedStore.set, f"status/{self.rank}", text)
 
     def _learn_status(self) -> None:
         """Reads who answers for the workers of other hosts, as long as the store tells it."""
         for rank in self.others:
             away = rank in self.everyone and not self._is_near(rank)
-            if away and self._ask(partial(AskedStore.check, keys=[f"status/{rank}"])):
-                text = self._ask(partial(AskedStore.get, key=f"status/{rank}"))
+            if away and self._has(f"status/{rank}"):
+                text = self._ask(AskedStore.get, f"status/{rank}")
                 self._status[rank] = json.loads(text or "[]")
 
     def _is_near(self, rank: int) -> bool:
@@ -138,7 +130,7 @@ class Heartbeats:
         self._count += 1
         wait_number = self._tell_waits(progress.doing, left)
         note = {"beat": self._count, "left": left, "wait": wait_number, **progress._asdict()}
-        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(note)))
+        self._ask(AskedStore.set, f"beat/{self.rank}", json.dumps(note))
 
     def _tell_waits(self, doing: str, left: bool) -> int | None:
         """Writes what this worker waits for, once it waits long; returns the wait's number."""
@@ -146,7 +138,7 @@ class Heartbeats:
             return None
         state = self._posts.state(doing)
         if state.wait_number != self._published:
-            self._ask(lambda store: store.set(f"waits/{self.rank}", to_text(state)))
+            self._ask(AskedStore.set, f"waits/{self.rank}", to_text(state))
             self._published = state.wait_number
         return state.wait_number
 
@@ -160,20 +152,17 @@ class Heartbeats:
                 who = self.everyone.get(rank)
                 if rank not in self._deaths and who is not None and is_dead(who):
                     self._deaths[rank] = now
-            if self._record is None and self._ask(lambda store: store.check(["failure"])):
-                self._record = json.loads(self._ask(lambda store: store.get("failure")) or "null")
-            present = [r for r in self.others if r in self._notes or self._came(r)]
+            if self._record is None and self._has("failure"):
+                self._record = json.loads(self._ask(AskedStore.get, "failure") or "null")
+            present = [r for r in self.others if r in self._notes or self._has(f"beat/{r}")]
             keys = [f"beat/{rank}" for rank in present]
-            notes = self._ask(lambda store: store.multi_get(keys)) if keys else None
+            notes = self._ask(AskedStore.multi_get, keys) if keys else None
             for rank, text in zip(present, notes or [], strict=False):
                 note = json.loads(text)
                 if note["beat"] != self._beats[rank][0]:
                     self._beats[rank] = (note["beat"], now)
                 self._notes[rank] = note
             return self._record
-
-    def _came(self, rank: int) -> bool:
-        return bool(self._ask(lambda store: store.check([f"beat/{rank}"])))
 
     def _left(self, rank: int) -> bool:
         return bool(self._notes.get(rank, {}).get("left"))
@@ -186,7 +175,7 @@ class Heartbeats:
             if wait_number is None:
                 continue
             if known is None or known.wait_number != wait_number:
-                text = self._ask(partial(AskedStore.get, key=f"waits/{rank}"))
+                text = self._ask(AskedStore.get, f"waits/{rank}")
                 known = None if text is None else from_text(text.decode())
             if known is not None and known.wait_number == wait_number:
                 found[rank] = self._states[rank] = known

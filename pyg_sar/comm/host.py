@@ -28,12 +28,8 @@ from pyg_sar.comm.backends import TAGS, reduced, to_bytes
 from pyg_sar.comm.communicator import Communicator, GroupCommunicator
 from pyg_sar.comm.environment import read_environment
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.messages import (
-    GATHER,
-    mark_of,
-    num_bytes,
-    unlike,
-)
+from pyg_sar.comm.messages import GATHER, mark_of, num_bytes, unlike
+from pyg_sar.comm.store import no_check
 from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import parse_bytes
@@ -88,9 +84,8 @@ class Hosting:
     ) -> Hosting | None:
         """The hosting that arguments of ``launch`` and ``run`` ask for, if any do.
 
-        Raises:
-            ValueError: A limit or a store without a number of parts; a limit of what waits in host
-                memory.
+        Raises ``ValueError`` on a limit or a store without a number of parts, and on a limit of
+        what waits in host memory.
         """
         if store == PINNED and memory is not None:
             raise ValueError(
@@ -125,8 +120,6 @@ class Meeting:
     """One operation of all parts. See [Note: meetings].
 
     Attributes:
-        name: What it is; the same for all parts.
-        first: The part that came first.
         brought: What each part has brought.
         result: What came out of it, once it is :meth:`over`.
         works: Transfers between processes that end it.
@@ -165,11 +158,8 @@ class Meeting:
 
 
 class Host:
-    """Holds all that the parts of one process share.
-
-    Args:
-        hosting: Parts of the graph, and where they wait.
-        outer: The communicator of the worker processes.
+    """Holds all that the parts of one process share; ``outer`` is the worker processes'
+    communicator.
     """
 
     def __init__(self, hosting: Hosting, outer: Communicator) -> None:
@@ -179,7 +169,7 @@ class Host:
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
         group = outer if isinstance(outer, GroupCommunicator) else outer.across
-        check = group.check if isinstance(group, GroupCommunicator) else _nothing
+        check = group.check if isinstance(group, GroupCommunicator) else no_check
         self.store: PartStore | HostStore | None = None
         if store == PINNED:
             self.store = HostStore(len(self.parts), outer.device)
@@ -271,9 +261,7 @@ class Host:
         """Has a part come to its next meeting.
 
         Args:
-            part: The part.
-            name: What it does there.
-            thing: What it brings.
+            part, name, thing: The part, what it does there, and what it brings.
             combine: Called by the last part of this process. Where it returns :class:`Started`,
                 the meeting is over when these transfers are.
             ready: The part takes the result when this is true, too.
@@ -307,12 +295,8 @@ class Host:
         return take
 
     def share(self, part: int, name: str, make: Callable[[], T]) -> T:
-        """An object that the parts of this process share at a part's next meeting.
-
-        Args:
-            part: The part.
-            name: What it will do there.
-            make: Makes the object, for the first part that asks.
+        """An object that the parts of this process share at a part's next meeting, made by the
+        first.
 
         Raises:
             MismatchError: Another part does something else.
@@ -405,12 +389,10 @@ class Host:
         return number
 
     def await_messages(self, dst: int, expected: Sequence[tuple[int, int]], doing: str) -> None:
-        """Waits until all of some messages from parts of this process are there, in one wait.
+        """Waits until all of some messages to a part from parts of this process are there, in one
+        wait.
 
-        Args:
-            dst: The part that expects them.
-            expected: Who sends each, and its number (:meth:`expect`).
-            doing: What it waits for, for messages.
+        ``expected`` tells who sends each, and its number (:meth:`expect`).
         """
         near = [(self._boxes[src, dst], n) for src, n in expected if src in self.parts]
         if not all(n in box for box, n in near):
@@ -493,7 +475,3 @@ def _header(name: str) -> Tensor:
 
 def _name_in(header: Tensor) -> str:
     return header.numpy().tobytes().decode(errors="replace").rstrip()
-
-
-def _nothing() -> None:
-    pass

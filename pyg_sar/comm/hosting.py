@@ -21,10 +21,7 @@ import torch.distributed as dist
 from pyg_sar.comm.communicator import Communicator
 from pyg_sar.comm.group import adopt, current
 from pyg_sar.comm.host import Host, Hosting
-from pyg_sar.comm.messages import (
-    failed,
-    is_consequence,
-)
+from pyg_sar.comm.messages import failed, is_consequence
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import check_whole
@@ -57,12 +54,7 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
 
 
 class PartError(Exception):
-    """A part of this process failed.
-
-    Args:
-        part: Which one; ``None`` with replicas, where errors name workers.
-        error: By what.
-    """
+    """A part of this process failed; with replicas it is ``None``, as errors name workers."""
 
     def __init__(self, part: int | None, error: BaseException) -> None:
         super().__init__(f"part {part}")
@@ -128,14 +120,7 @@ def host_parts(
 ) -> list[T]:
     """Runs ``fn(*args)`` for each part that this worker hosts, and returns their results in order.
 
-    Args:
-        fn: What each part runs.
-        args: Its arguments.
-        hosting: Parts of all workers, and where they wait.
-        outer: The communicator of the workers.
-
     Raises:
-        ValueError: More workers than parts.
         PartError: A part failed.
     """
     _share_heap()

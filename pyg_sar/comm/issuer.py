@@ -22,36 +22,6 @@ import torch
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label, spoken
 
-# Work on a GPU ################################################################
-
-
-class StreamOrder:
-    """Orders the issuer's work on a GPU after what the caller has queued there.
-
-    The caller marks its stream where CUDA is in use; the issuer then works on a stream of its own,
-    after the mark, and empties it before it goes on: an ended transfer is one whose data is there.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @contextlib.contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Runs a block after the mark, if there is one."""
-        if mark is None:
-            yield
-            return
-        if mark.device not in self._streams:
-            self._streams[mark.device] = torch.cuda.Stream(mark.device)
-        stream = self._streams[mark.device]
-        stream.wait_event(mark)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
-
-
-# The issuer ###################################################################
-
 Task = Callable[[], None]
 
 SETTLE = 3.0  # Seconds to wait for an aborted task to come back.
@@ -137,9 +107,6 @@ class Issuer:
         timeout: Seconds that one task may take.
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
-
-    Attributes:
-        started: Operations begun.
     """
 
     def __init__(
@@ -157,7 +124,7 @@ class Issuer:
         self._queue: queue.SimpleQueue[tuple[Work, Task] | None] = queue.SimpleQueue()
         self._open: dict[int, Work] = {}
         self.started = self._ended = 0
-        self._stream_order = StreamOrder()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._doing = "nothing"
         self._closed = False
         self._idle = threading.Event()
@@ -181,8 +148,7 @@ class Issuer:
         def run() -> None:
             # Autograd's state belongs to a thread: take over what concerns writing to a tensor,
             # and never record what packing does.
-            ordered = self._stream_order.after(mark)
-            with torch.inference_mode(inference), torch.no_grad(), ordered:
+            with torch.inference_mode(inference), torch.no_grad(), self._after(mark):
                 context.run(task)
 
         with self._lock:
@@ -191,6 +157,23 @@ class Issuer:
             self._open[id(work)] = work
             self._queue.put((work, run))
         return work
+
+    @contextlib.contextmanager
+    def _after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Runs a block after what the caller has queued on a GPU, on a stream of its own.
+
+        It empties this before it goes on: an ended transfer is one whose data is there.
+        """
+        if mark is None:
+            yield
+            return
+        if mark.device not in self._streams:
+            self._streams[mark.device] = torch.cuda.Stream(mark.device)
+        stream = self._streams[mark.device]
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def check(self) -> None:
         """Raises where nothing more can be submitted."""

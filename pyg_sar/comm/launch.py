@@ -140,7 +140,7 @@ def launch(
             threading.Thread(target=worker.give, args=(work,), daemon=True).start()
         results = _collect(workers)
         for worker in workers:
-            worker.see_off()
+            worker.wait(GOODBYE)
         if hosting is None:
             return results
         return [cloudpickle.loads(packed) for hosted in results for packed in hosted]
@@ -176,13 +176,7 @@ def run(
         *args: Its arguments; all parts of a process get the same objects. A model must be made, or
             copied, within ``fn``: each part needs its own.
         parts: Parts of the graph. By default one for each worker.
-        memory: By how many bytes each worker process may grow after its start, a number or a text
-            like ``'2GiB'``. To stay below, tensors of parts that wait are moved to the store. By
-            default no limit, or with ``store`` four fifths of the host's free memory, divided by
-            its workers.
-        store: A directory where parts wait: in files without names, so that nothing is left of
-            them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
-            stay in memory.
+        memory, store: As for :func:`pyg_sar.launch`.
         backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.
         timeout: Seconds that one operation between workers may take.
 
@@ -276,7 +270,9 @@ def _environment(
     """Returns the environment that all workers share."""
     common = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     if threads is None and not common.get("OMP_NUM_THREADS"):
-        threads = max(1, _cores() // num_workers)
+        affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+        cores = os.cpu_count() or 1 if affinity is None else len(affinity(0))
+        threads = max(1, cores // num_workers)
     if threads is not None:
         common["OMP_NUM_THREADS"] = str(threads)
     # All workers go through a set of strings in one order.
@@ -296,12 +292,6 @@ def _environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store is the parent's.
     }
     return common | dict(env or {})
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # The parent's side ###########################################################
@@ -375,7 +365,7 @@ class _Worker:
             self.failure, self.finished = LostWorkerError(text, rank=self.rank), True
 
     def _lost(self) -> LostWorkerError:
-        code = self._wait(5.0)
+        code = self.wait(5.0)
         if code is None:
             how = "closed its connection"
         elif code < 0:
@@ -385,15 +375,12 @@ class _Worker:
         who = f"Rank {self.rank}{self.place}"
         return LostWorkerError(f"{who} was lost: it {how}. {RESUME}", rank=self.rank)
 
-    def _wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float) -> int | None:
+        """Returns the exit code; ``None``: it still runs."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return None
-
-    def see_off(self) -> None:
-        """Lets a worker that has delivered its result end by itself."""
-        self._wait(GOODBYE)
 
 
 def _collect(workers: Sequence[_Worker]) -> list[Any]:
@@ -418,14 +405,12 @@ def _collect(workers: Sequence[_Worker]) -> list[Any]:
             break
         if deadline is not None and time.monotonic() >= deadline:
             break
-    for worker in sorted(workers, key=_cause_first):
+    # Causes first, and of these lost workers.
+    order = [(w.consequence, not isinstance(w.failure, LostWorkerError), w) for w in workers]
+    for _, _, worker in sorted(order, key=lambda entry: entry[:2]):
         if worker.failure is not None:
             raise worker.failure
     return [worker.result for worker in workers]
-
-
-def _cause_first(worker: _Worker) -> tuple[bool, bool]:
-    return worker.consequence, not isinstance(worker.failure, LostWorkerError)
 
 
 def _end(workers: Sequence[_Worker]) -> None:
@@ -437,7 +422,7 @@ def _end(workers: Sequence[_Worker]) -> None:
                 os.killpg(worker.process.pid, signum)
         end = time.monotonic() + patience
         for worker in running:
-            worker._wait(end - time.monotonic())
+            worker.wait(end - time.monotonic())
     for worker in workers:
         worker.pipe.close()
 
@@ -477,7 +462,9 @@ def _worker_main(descriptor: int) -> None:
         comm = current()
         comm.report(error, part)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank, comm.place)), "the error", rank))
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
+                stream.flush()
         # The ordinary end would wait for what hangs in the backend.
         os._exit(1)
 
@@ -516,9 +503,3 @@ def _describe(error: BaseException, rank: int, place: str = "") -> tuple[WorkerE
         return type(error)(str(error), rank=error.rank, traceback=text), True
     message = f"Rank {rank}{place} failed: {type(error).__name__}: {error}\n\n{text}"
     return WorkerError(message, rank=rank, traceback=text), consequence
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
-            stream.flush()

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,58 +53,28 @@ def read_switch(env: Mapping[str, str] | None = None) -> str:
 
 
 def say(
-    store: AskedStore,
-    rank: int,
-    world: int,
-    subject: str,
-    value: Any,
-    doing: str,
-    timeout: float,
-    check: Callable[[], None],
+    store: AskedStore, info: WorkerInfo, subject: str, value: Any, doing: str, timeout: float
 ) -> list[Any]:
-    """Says something in the workers' store and waits until all have.
-
-    Args:
-        store: The workers' store.
-        rank: This worker.
-        world: How many there are.
-        subject: The key.
-        value: What is said: anything that JSON has.
-        doing: What the others are waited for to do, for the message.
-        timeout: Seconds to wait for the others.
-        check: Called while it waits; raises once another worker has failed.
-
-    Returns:
-        What each rank said.
+    """Says something (that JSON has) in the workers' store; returns what each rank said.
 
     Raises:
-        CommTimeoutError: Workers that said nothing.
+        CommTimeoutError: Workers that said nothing; names what they were waited for ``doing``.
     """
-    store.set(f"{subject}/{rank}", json.dumps(value))
-    keys = [f"{subject}/{other}" for other in range(world)]
+    store.set(f"{subject}/{info.rank}", json.dumps(value))
+    keys = [f"{subject}/{other}" for other in range(info.world_size)]
     end = time.monotonic() + timeout
     while not store.check(keys):
-        check()
         if time.monotonic() > end:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             raise CommTimeoutError(
-                f"Rank {rank} waited {timeout:g} s for rank(s) {missing} {doing}"
+                f"Rank {info.rank} waited {timeout:g} s for rank(s) {missing} {doing}"
             )
         time.sleep(0.002)
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
 class _Meeting:
-    """One worker's part in finding its local peers.
-
-    Args:
-        store: The workers' store.
-        info: This worker.
-        everyone: What each rank is, from the rendezvous.
-        switch: As :func:`read_switch`.
-        timeout: Seconds to wait for the others.
-        check: Raises once another worker has failed.
-    """
+    """One worker's part in finding its local peers."""
 
     def __init__(
         self,
@@ -113,10 +83,9 @@ class _Meeting:
         everyone: Sequence[Mapping[str, Any]],
         switch: str,
         timeout: float,
-        check: Callable[[], None],
     ) -> None:
-        self.check = check
-        self.store, self.rank, self.world = store, info.rank, info.world_size
+        self.store, self.info = store, info
+        self.rank, self.world = info.rank, info.world_size
         self.everyone, self.switch, self.timeout = everyone, switch, timeout
         self.trouble = ""
         self.links: dict[int, tuple[socket.socket, ...]] = {}
@@ -125,9 +94,7 @@ class _Meeting:
     def say(self, subject: str, value: Any) -> list[Any]:
         """Says something and waits until all have; returns what each rank said."""
         doing = "to say whether they share memory"
-        return say(
-            self.store, self.rank, self.world, subject, value, doing, self.timeout, self.check
-        )
+        return say(self.store, self.info, subject, value, doing, self.timeout)
 
     def hold(self) -> dict[int, Link]:
         """Dials, answers, compares; returns the connections to those who share memory."""
@@ -143,9 +110,9 @@ class _Meeting:
             mine = {"address": address, "token": token, "switch": self.switch, "net": network()}
             self.said = self.say("memory", mine)
             dialled = []
-            for peer in self._candidates():
-                if memory is not None and peer < self.rank and self._dial(peer, memory):
-                    dialled.append(peer)
+            if memory is not None:
+                peers = [peer for peer in range(self.rank) if self._fits(self.rank, peer)]
+                dialled = [peer for peer in peers if self._dial(peer, memory)]
             callers = self.say("dialled", dialled)
             if listener is not None and memory is not None:
                 self._answer(listener, memory, [r for r, d in enumerate(callers) if self.rank in d])
@@ -154,7 +121,7 @@ class _Meeting:
             agreed = self.say("agreed", sorted(self.links))
         for peer in list(self.links):
             if self.rank not in agreed[peer]:
-                self._lose(peer, "it could not read this worker's memory")
+                self._close(self.links.pop(peer), "it could not read this worker's memory")
         self._check_agreement(agreed)
         # All workers know of all pairs, and say the same.
         pairs = itertools.permutations(range(len(agreed)), 2)
@@ -168,11 +135,8 @@ class _Meeting:
             if rank != self.rank
         )
 
-    def _candidates(self) -> list[int]:
-        """Others of this host and network that listen."""
-        return [peer for peer in range(self.world) if self._fits(self.rank, peer)]
-
     def _fits(self, a: int, b: int) -> bool:
+        """Returns whether two workers are of one host and network, and listen."""
         same = self.everyone[a]["host"] == self.everyone[b]["host"]
         near = self.said[a]["net"] == self.said[b]["net"]
         return a != b and same and near and all(self.said[rank]["address"] for rank in (a, b))
@@ -229,15 +193,11 @@ class _Meeting:
     def _finish(self, peer: int) -> None:
         """Reads the answers of a worker that was dialled."""
         try:
-            if any(
-                _read_greeting(line)[1] != self.said[peer]["token"] for line in self.links[peer]
-            ):
-                self._lose(peer, "its memory holds another number")
+            token = self.said[peer]["token"]
+            if any(_read_greeting(line)[1] != token for line in self.links[peer]):
+                self._close(self.links.pop(peer), "its memory holds another number")
         except (OSError, ValueError) as error:
-            self._lose(peer, error)
-
-    def _lose(self, peer: int, why: object) -> None:
-        self._close(self.links.pop(peer), why)
+            self._close(self.links.pop(peer), error)
 
     def _close(self, lines: Sequence[socket.socket], why: object) -> None:
         self.trouble = str(why)
@@ -283,17 +243,12 @@ def meet_local_peers(
     everyone: Sequence[Mapping[str, Any]],
     switch: str,
     timeout: float,
-    check: Callable[[], None] = lambda: None,
 ) -> SharedMemory | None:
     """Finds the workers that share memory with this one; all ranks call it. See [Note: the proof].
 
-    Args:
-        store: The workers' store, with no keys of others.
-        info: This worker.
-        everyone: What each rank is, from the rendezvous.
-        switch: As :func:`read_switch`.
-        timeout: Seconds to wait for the others, and that a later wait may take.
-        check: Called while it waits; raises once another worker has failed.
+    The store has no keys of others, and raises once a worker has failed. ``everyone`` is what each
+    rank is, from the rendezvous, ``switch`` is as :func:`read_switch`. A later wait may take
+    ``timeout`` seconds, too.
 
     Returns:
         The local peers; ``None`` where there are none, on all ranks if every host is another.
@@ -304,7 +259,7 @@ def meet_local_peers(
     """
     if len({who["host"] for who in everyone}) == len(everyone):
         return None
-    meeting = _Meeting(store, info, everyone, switch, timeout, check)
+    meeting = _Meeting(store, info, everyone, switch, timeout)
     try:
         links = meeting.hold()
     except BaseException:

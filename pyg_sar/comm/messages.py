@@ -30,14 +30,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
-from pyg_sar.ledger import Label, spoken
+from pyg_sar.ledger import Label, Ledger, spoken
 from pyg_sar.wording import counted
 
 # Values as bytes ##############################################################
@@ -55,15 +55,6 @@ OBJECT: Label = ("", "", "object")
 BARRIER: Label = ("", "", "barrier")
 
 
-class Counting(Protocol):
-    """A ledger, to which a communicator reports its transfers."""
-
-    def transfer(
-        self, label: Label, peer: int, *, sent: int, received: int, transport: str
-    ) -> None:
-        """Records bytes that went to or came from ``peer``."""
-
-
 def pack(send: Outgoing) -> Tensor:
     """Returns what to send, contiguous; an empty tensor for nothing."""
     tensor = send() if callable(send) else send
@@ -73,7 +64,7 @@ def pack(send: Outgoing) -> Tensor:
 
 
 def count(
-    ledgers: Sequence[Counting],
+    ledgers: Sequence[Ledger],
     label: Label,
     sends: Mapping[int, int],
     recvs: Mapping[int, int],
@@ -88,7 +79,7 @@ def count(
 
 
 def count_all(
-    ledgers: Sequence[Counting], label: Label, sent: int, received: int, transport: str
+    ledgers: Sequence[Ledger], label: Label, sent: int, received: int, transport: str
 ) -> None:
     """Tells ledgers of a collective."""
     for ledger in ledgers:
@@ -101,11 +92,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def encode(obj: Any) -> Tensor:
-    """Returns the bytes of ``obj`` as JSON.
-
-    Raises:
-        TypeError: When it has no JSON form.
-    """
+    """Returns the bytes of ``obj`` as JSON; ``TypeError``: it has no such form."""
     try:
         text = json.dumps(obj)
     except (TypeError, ValueError) as error:
@@ -158,21 +145,22 @@ class State(NamedTuple):
     """Number and mark of the last post by channel and peer."""
 
 
+_LIBRARIES = ("pyg_sar", "torch", "torch_geometric", "contextlib")
+
+
 def called_from(label: Label) -> str:
     """Returns a label in words, and the program's line that asks for it: ``'... at train.py:12'``.
 
     For operations that no layer names: every worker must ask for them from the same line.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            break
         frame = frame.f_back
     # torch.fx numbers what it generates, in each part of a process anew: '<eval_with_key>.7'.
     file = os.path.basename(frame.f_code.co_filename).partition(">.")[0]
     return f"{spoken(label)} at {file}:{frame.f_lineno}"
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in ("pyg_sar", "torch", "torch_geometric", "contextlib")
 
 
 @lru_cache(4096)
@@ -237,12 +225,7 @@ class Posts:
 
 
 class MemberPosts(Posts):
-    """Notes what is posted within a group of some of the workers.
-
-    Args:
-        everyone: Where it is noted, by the ranks among all workers.
-        members: Those of the group's ranks.
-    """
+    """Notes what is posted within a group of some of the workers, by their ranks among all."""
 
     def __init__(self, everyone: Posts, members: Sequence[int]) -> None:
         self.everyone, self.members = everyone, members
@@ -276,9 +259,7 @@ def from_text(text: str) -> State:
 def in_vain(states: Mapping[int, State], ended: Collection[int]) -> dict[int, Post]:
     """Returns who waits in vain, and a message that never comes. See [Note: waiting in vain].
 
-    Args:
-        states: Of the workers that wait, and of those that have ended.
-        ended: Those that have.
+    ``states`` are of the workers that wait, and of those that have ``ended``.
     """
     left = {rank for rank, state in states.items() if state.waits or rank in ended}
     found: dict[int, Post] = {}
@@ -297,15 +278,12 @@ def _never(rank: int, post: Post, states: Mapping[int, State], left: Collection[
     """Returns whether a message that a worker waits for will never be there."""
     if post.peer not in states:
         return False
-    number, mark = states[post.peer].posted.get((_partner(post.channel), rank), (0, 0))
+    kind, _, subject = post.channel.partition(" ")
+    partner = f"{PARTNERS[kind]} {subject}".strip()
+    number, mark = states[post.peer].posted.get((partner, rank), (0, 0))
     if number == post.number:
         return mark != post.mark
     return number < post.number and post.peer in left
-
-
-def _partner(channel: str) -> str:
-    kind, _, subject = channel.partition(" ")
-    return f"{PARTNERS[kind]} {subject}".strip()
 
 
 def explain(
@@ -334,9 +312,7 @@ RESUME = (
 def place_in(rank: int, parts: int | None) -> str:
     """Returns where a rank among all workers stands: ``' (replica 1, part 0)'``.
 
-    Args:
-        rank: The rank.
-        parts: How many workers a replica has; ``None``, and no text: there is one replica.
+    ``parts`` are the workers of a replica; ``None``, and no text: there is one replica.
     """
     return "" if parts is None else f" (replica {rank // parts}, part {rank % parts})"
 
@@ -372,20 +348,11 @@ class Watch(ABC):
 class NoWatch(Watch):
     """For launchers that end all workers themselves when one is lost (``mpirun``)."""
 
-    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
-        pass
-
     def diagnose(self, error: BaseException, doing: str) -> PygSarError:
         return PygSarError(f"{doing} failed: {error}")
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-
-# The failure record ##########################################################
 
 
 def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
@@ -406,10 +373,7 @@ def unmatched(error: MismatchError, by: int) -> dict[str, Any]:
 def to_error(record: Mapping[str, Any], me: int, parts: int | None = None) -> PygSarError:
     """Returns the error to raise on rank ``me`` for a failure record.
 
-    Args:
-        record: The record.
-        me: A rank among all workers.
-        parts: How many workers a replica has, where there are several replicas.
+    ``parts`` are the workers of a replica, where there are several replicas.
     """
     rank, how = record["rank"], record["how"]
     if record["kind"] == "mismatch":

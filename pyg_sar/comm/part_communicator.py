@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.backends import PeerTensor
-from pyg_sar.comm.communicator import Communicator
+from pyg_sar.comm.communicator import Communicator, check_src
 from pyg_sar.comm.host import Combine, Host
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.messages import (
@@ -28,7 +28,6 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label, spoken
-from pyg_sar.wording import counted
 
 TRANSPORT = "parts"
 """The name of transfers between parts, in ledgers."""
@@ -50,12 +49,7 @@ class PartWork(Work):
 
 
 class PartCommunicator(Communicator):
-    """The communicator of a part.
-
-    Args:
-        host: The process.
-        part: The part: its rank.
-    """
+    """The communicator of a part, whose rank it is, of a process."""
 
     backend = TRANSPORT
 
@@ -140,10 +134,7 @@ class PartCommunicator(Communicator):
         return [found.clone() for found in take()]
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
-        if not 0 <= src < self.world_size:
-            raise ValueError(
-                f"'src'={src} must be a rank of the {counted(self.world_size, 'parts')}"
-            )
+        check_src(src, self.world_size, "parts")
         host, target = self.host, tensor.detach()
         worker = host.worker_of[src]
 
@@ -171,13 +162,10 @@ class PartCommunicator(Communicator):
 
 
 class PartAcross(Communicator):
-    """The communicator of a part and of the same part of other replicas.
+    """The communicator of a part and of the same part of other replicas; ``outer`` is that of the
+    processes which host the same parts.
 
     For each operation all parts of a process meet; the last one to come carries it out for all.
-
-    Args:
-        part: The part's.
-        outer: That of the processes which host the same parts.
     """
 
     backend = TRANSPORT

@@ -149,10 +149,8 @@ def _address_towards(host: str) -> str:
 
 
 def addresses_from(host: str) -> list[str]:
-    """Returns the addresses by which another host may reach this one: the route's, if there is one.
-
-    Args:
-        host: The other host's name or address. Where it is this very host, all of its addresses.
+    """Returns the addresses by which another host may reach this one: the route's, if there is one;
+    where ``host`` is this very host, all of its addresses.
     """
     mine = _address_towards(host)
     if not is_loopback(mine):
@@ -165,13 +163,9 @@ def addresses_from(host: str) -> list[str]:
 
 
 def interface_to(host: str) -> str | None:
-    """Returns the network interface by which this host reaches another, e.g. ``'eth0'``.
+    """Returns the network interface by which this host reaches another, or itself: ``'eth0'``.
 
-    Args:
-        host: Its name or address; that of this host itself will do.
-
-    Returns:
-        ``None`` where it is reached within the machine only, or can't be found out.
+    ``None`` where it is reached within the machine only, or can't be found out.
     """
     try:
         mine = _address_towards(host)
@@ -191,11 +185,7 @@ def interface_to(host: str) -> str | None:
 
 
 class StatusServer:
-    """The process that answers for this one.
-
-    Args:
-        addresses: By which other hosts reach this one.
-    """
+    """The process that answers for this one, at the addresses by which other hosts reach it."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._secret = secrets.token_hex(16)
@@ -253,7 +243,31 @@ def serve(descriptor: int, pid: int) -> None:
 # The end of a worker #########################################################
 
 
-class TerminationNotice:
+class _Notice:
+    """A handler of a signal in the main thread, where the script has none of its own."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self._installed = False
+
+    def install(self) -> None:
+        """Installs it where it applies."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(self.signum) is signal.SIG_DFL:
+            signal.signal(self.signum, self._handle)
+            self._installed = True
+
+    def remove(self) -> None:
+        """Restores the default."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            signal.signal(self.signum, signal.SIG_DFL)
+            self._installed = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class TerminationNotice(_Notice):
     """Turns torchrun's SIGTERM into the error that says why.
 
     As soon as a worker is lost, torchrun sends SIGTERM to all others, wherever they are: by
@@ -266,26 +280,13 @@ class TerminationNotice:
     """
 
     def __init__(self, cause: Callable[[], Exception | None]) -> None:
+        super().__init__(signal.SIGTERM)
         self._cause = cause
-        self._installed = False
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Installs the handler where it applies."""
-        applies = (
-            "TORCHELASTIC_RUN_ID" in os.environ
-            and threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        )
-        if applies:
-            signal.signal(signal.SIGTERM, self._handle)
-            self._installed = True
-
-    def remove(self) -> None:
-        """Restores the default."""
-        if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._installed = False
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            super().install()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.remove()
@@ -296,7 +297,7 @@ class TerminationNotice:
         os.kill(os.getpid(), signum)
 
 
-class SignalNotice:
+class SignalNotice(_Notice):
     """Notes that a signal came, in place of ending the process. A context manager.
 
     Nothing is noted outside the main thread, and where the script has a handler of its own.
@@ -309,22 +310,17 @@ class SignalNotice:
     """
 
     def __init__(self, signum: int = signal.SIGUSR1) -> None:
-        self.signum, self.came = signum, False
-        self._installed = False
+        super().__init__(signum)
+        self.came = False
 
     def __enter__(self) -> SignalNotice:
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(self.signum) is signal.SIG_DFL:
-            signal.signal(self.signum, self._note)
-            self._installed = True
+        self.install()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._installed:
-            signal.signal(self.signum, signal.SIG_DFL)
-            self._installed = False
+        self.remove()
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.came = True
 
 

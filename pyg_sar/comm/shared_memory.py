@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,6 @@ from torch import Tensor
 
 from pyg_sar.comm.backends import SMALL_SUM, TransportError
 from pyg_sar.comm.messages import READ, WROTE, Posts, unlike
-from pyg_sar.comm.sharing import Buffer, LocalPeers, Message, Subject
 from pyg_sar.errors import PygSarError
 
 # Segments #####################################################################
@@ -60,11 +60,8 @@ def shares_memory() -> bool:
 
 
 class Segment:
-    """Anonymous shared memory of this process, open for others.
-
-    Args:
-        number: Its number among those of this worker.
-        capacity: Its size in bytes.
+    """Anonymous shared memory of this process, open for others; ``number`` tells its segments
+    apart.
 
     Raises:
         OSError: When the system has no memory (or no descriptor) left.
@@ -98,10 +95,7 @@ class Pool:
     """The segments of one worker: written, held until all readers have done, and used again.
 
     A holder of a segment is its writer, from :meth:`take` on, or a reader that was told of it.
-
-    Args:
-        rank: This worker, for errors.
-        forget: Called with each segment that is given back to the system, before that happens.
+    ``forget`` is called with each segment that is given back to the system, before that happens.
     """
 
     def __init__(self, rank: int, forget: Callable[[Segment], None]) -> None:
@@ -183,6 +177,16 @@ class Pool:
 
 # Messages #####################################################################
 
+
+class Subject(IntEnum):
+    """The subjects of messages: each is a queue of its own."""
+
+    EXCHANGE = 0
+    PUBLICATION = 1
+    ROWS = 2
+    SUM = 3
+
+
 PACKET = "<BQQQQ"
 """Subject, segment, its capacity, first byte, bytes. The message's name follows, and the bytes of a
 small sum, which are in no segment."""
@@ -221,22 +225,20 @@ class Link:
     mapped: dict[int, tuple[mmap.mmap, Tensor]]
     early: list[Header]
 
-    def close(self) -> None:
-        """Closes both connections."""
-        self.messages.close()
-        self.releases.close()
 
+class SharedBuffer:
+    """A piece of a segment of this worker, ``uint8``, that local peers will read."""
 
-class SharedBuffer(Buffer):
-    """A piece of a segment of this worker."""
+    rows: Tensor
+    """The same as ``[rows, width]``, where it is for rows."""
 
     def __init__(self, segment: Segment, size: int) -> None:
         self.segment, self.size = segment, size
         self.data = segment.data[:size]
 
 
-class SharedMessage(Message):
-    """A piece of a local peer's segment."""
+class SharedMessage:
+    """A piece of a local peer's segment: ``data``, ``uint8``, is read only."""
 
     def __init__(
         self, owner: SharedMemory, link: Link, segment: int, start: int, size: int
@@ -246,10 +248,12 @@ class SharedMessage(Message):
         self.data = whole[start : start + size]
 
     def pause(self) -> None:
+        """Lets what was read so far leave this process's memory; all may be read again."""
         if self.data.numel() > GIVE_UP:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def release(self) -> None:
+        """Lets the writer have the piece back. What is a view of it must not be read afterwards."""
         self.pause()
         # A writer that has ended needs it no more; one that died is noticed by whoever waits.
         with contextlib.suppress(TransportError, TimeoutError):
@@ -257,14 +261,15 @@ class SharedMessage(Message):
             self._owner.post(self._link, self._link.releases, packet)
 
 
-class SharedMemory(LocalPeers):
-    """The local peers of a worker on its host.
+class SharedMemory:
+    """Passes messages between the workers of a host. See [Note: messages] in sharing.
 
-    Args:
-        rank: This worker.
-        links: Connections to the local peers, by :func:`pyg_sar.comm.meeting.meet_local_peers`.
-        timeout: Seconds that a wait may take.
-        complete: Whether all workers of the group are local peers of each other.
+    Links are connections to the local peers (:func:`pyg_sar.comm.meeting.meet_local_peers`);
+    ``timeout`` are the seconds that a wait may take.
+
+    Attributes:
+        complete: All workers of the group are local peers of each other: they can :meth:`swap`.
+        posts: Where messages are noted: with the backend's.
     """
 
     name = "shared memory"
@@ -282,12 +287,20 @@ class SharedMemory(LocalPeers):
     # Writing -----------------------------------------------------------------
 
     def take(self, size: int) -> SharedBuffer:
+        """Returns a buffer of ``size`` bytes to write."""
         self._collect()
         return SharedBuffer(self._pool.take(size), size)
+
+    def send(
+        self, buffer: SharedBuffer, subject: Subject, readers: Sequence[int], name: str
+    ) -> None:
+        """Tells each reader of the buffer, which is theirs from now on. No reader: frees it."""
+        self.send_parts(buffer, subject, [(reader, 0, buffer.size, name) for reader in readers])
 
     def send_parts(
         self, buffer: SharedBuffer, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
+        """Sends parts of a buffer: ``(reader, first byte, bytes, name)`` of each."""
         segment = buffer.segment
         for peer, start, size, name in parts:
             link = self._links[peer]
@@ -341,12 +354,14 @@ class SharedMemory(LocalPeers):
                             link.mapped.pop(segment, None)
 
     def trim(self) -> None:
+        """Gives memory that nobody holds back to the system."""
         self._collect()
         self._pool.trim()
 
     # Reading -----------------------------------------------------------------
 
     def swap(self, data: Tensor, name: str) -> dict[int, Tensor]:
+        """Sends at most ``SMALL_SUM`` bytes to all workers, and returns theirs by rank."""
         # In the packets themselves: they are copied anyway, and nothing is to be released.
         subject, size = Subject.SUM, data.numel()
         packet = struct.pack(PACKET, subject, 0, 0, 0, size) + name.encode()[-NAME:]
@@ -362,6 +377,13 @@ class SharedMemory(LocalPeers):
         }
 
     def receive(self, src: int, subject: Subject, name: str) -> SharedMessage:
+        """Waits for the next message from ``src`` about ``subject``.
+
+        Raises:
+            TransportError: The local peer is gone, or :meth:`abort` was called.
+            TimeoutError: It did not come in time.
+            MismatchError: It has another name (:func:`pyg_sar.comm.messages.name_of`).
+        """
         with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
             found = self._expect(src, subject, name)
         return SharedMessage(self, self._links[src], found.segment, found.start, found.size)
@@ -431,13 +453,16 @@ class SharedMemory(LocalPeers):
     # Its end -----------------------------------------------------------------
 
     def abort(self) -> None:
+        """Ends every wait, from another thread."""
         for link in self._links.values():
             for connection in (link.messages, link.releases):
                 with contextlib.suppress(OSError):  # Closed by the peer.
                     connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Frees everything."""
         for link in self._links.values():
-            link.close()
+            link.messages.close()
+            link.releases.close()
             link.mapped.clear()
         self._pool.close()

@@ -16,10 +16,8 @@ never waits for a reader, so that whatever order workers do this in, nobody wait
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -27,101 +25,12 @@ from torch import Tensor
 
 from pyg_sar.comm.backends import SMALL_SUM, PeerTensor, Transport, reduced, to_bytes
 from pyg_sar.comm.issuer import Issuer, Work
-from pyg_sar.comm.messages import Posts, count, name_of, num_bytes
+from pyg_sar.comm.messages import count, name_of, num_bytes
+from pyg_sar.comm.shared_memory import SharedBuffer, SharedMemory, SharedMessage, Subject
 from pyg_sar.ledger import Label, spoken
 from pyg_sar.wording import counted
 
-# The interface ################################################################
-
 PIECE = 1 << 20  # bytes
-
-
-class Subject(IntEnum):
-    """The subjects of messages: each is a queue of its own."""
-
-    EXCHANGE = 0
-    PUBLICATION = 1
-    ROWS = 2
-    SUM = 3
-
-
-class Message(ABC):
-    """Bytes in a local peer's memory."""
-
-    data: Tensor
-    """``uint8``, read only."""
-
-    def pause(self) -> None:
-        """Lets what was read so far leave this process's memory; all may be read again."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Lets the writer have them back. What is a view of them must not be read afterwards."""
-
-
-class Buffer(ABC):
-    """Memory of this worker that local peers will read."""
-
-    data: Tensor
-    """``uint8``."""
-
-
-class LocalPeers(ABC):
-    """Passes messages between workers that share memory. See [Note: messages].
-
-    Attributes:
-        ranks: The local peers.
-        name: What ledgers call it.
-        posts: Where messages are noted: with the backend's messages.
-        complete: Whether all workers of the group are local peers of each other that can
-            :meth:`swap`; the same on all workers.
-    """
-
-    ranks: frozenset[int]
-    name: str
-    posts: Posts
-    complete: bool = False
-
-    @abstractmethod
-    def take(self, size: int) -> Any:
-        """Returns a buffer of ``size`` bytes to write."""
-
-    def send(self, buffer: Any, subject: Subject, readers: Sequence[int], name: str) -> None:
-        """Tells each reader of the buffer, which is theirs from now on. No reader: frees it."""
-        size = buffer.data.numel()
-        self.send_parts(buffer, subject, [(reader, 0, size, name) for reader in readers])
-
-    @abstractmethod
-    def send_parts(
-        self, buffer: Any, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
-    ) -> None:
-        """Sends parts of a buffer: ``(reader, first byte, bytes, name)`` of each."""
-
-    @abstractmethod
-    def receive(self, src: int, subject: Subject, name: str) -> Message:
-        """Waits for the next message from ``src`` about ``subject``.
-
-        Raises:
-            TransportError: The local peer is gone, or :meth:`abort` was called.
-            TimeoutError: It did not come in time.
-            MismatchError: It has another name (:func:`pyg_sar.comm.messages.name_of`).
-        """
-
-    def swap(self, data: Tensor, name: str) -> dict[int, Tensor]:
-        """Sends at most ``SMALL_SUM`` bytes to all local peers, and returns theirs by rank.
-
-        Only where all are :attr:`complete`. Errors are those of :meth:`receive`.
-        """
-        raise NotImplementedError
-
-    def trim(self) -> None:
-        """Gives memory that nobody holds back to the system."""
-
-    def abort(self) -> None:
-        """Ends every wait, from another thread."""
-
-    def close(self) -> None:
-        """Frees everything."""
 
 
 def pieces_of(rows: Tensor) -> Iterator[slice]:
@@ -132,11 +41,7 @@ def pieces_of(rows: Tensor) -> Iterator[slice]:
 
 
 def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, rank: int) -> Tensor:
-    """Returns bytes as ``[rows, width]``.
-
-    Raises:
-        ValueError: When there are more or less of them.
-    """
+    """Returns bytes as ``[rows, width]``, or raises ``ValueError`` where there are more or less."""
     size = rows * width * dtype.itemsize
     if data.numel() != size:
         raise ValueError(
@@ -149,25 +54,15 @@ def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, r
 # The operations ###############################################################
 
 
-class SendBuffer:
-    """Memory for rows that a local peer will read: fill :attr:`rows`, then :meth:`Sharing.send`."""
-
-    def __init__(self, memory: Buffer, rows: Tensor) -> None:
-        self.memory, self.rows = memory, rows
-
-
 @dataclass(slots=True)
 class Incoming:
-    """Rows in a local peer's memory that are on their way.
-
-    Attributes:
-        work: To wait for before :attr:`rows` is read.
-        rows: ``[rows, width]``, read only, until :meth:`release`.
+    """Rows in a local peer's memory that are on their way: ``[rows, width]``, read only, after
+    ``work`` was waited for, until :meth:`release`.
     """
 
     rows: Tensor
     work: Work = field(init=False)
-    message: Message | None = None
+    message: SharedMessage | None = None
     _held: tuple[Sequence[Any], str, int] = (), "", 0
 
     def hold(self, ledgers: Sequence[Any], layer: str, count: int) -> None:
@@ -177,7 +72,7 @@ class Incoming:
             ledger.hold(layer, count)
 
     def pause(self) -> None:
-        """Gives up what was read so far of the memory, as :meth:`Message.pause`."""
+        """Gives up what was read so far of the memory, as :meth:`SharedMessage.pause`."""
         if self.message is not None:
             self.message.pause()
 
@@ -197,16 +92,11 @@ class Sharing:
     """Reads and writes the memory of local peers, in the order of the communicator's issuer.
 
     All workers call these in the same order. Rows of no bytes are neither sent nor expected.
-
-    Args:
-        local_peers: What passes the messages.
-        rank: This worker.
-        issuer: Carries out the communicator's tasks.
-        ledgers: The communicator's ledgers.
+    Ledgers charge ``label``.
     """
 
     def __init__(
-        self, local_peers: LocalPeers, rank: int, issuer: Issuer, ledgers: list[Any]
+        self, local_peers: SharedMemory, rank: int, issuer: Issuer, ledgers: list[Any]
     ) -> None:
         self.local_peers, self.rank = local_peers, rank
         self.ranks, self.name = local_peers.ranks, local_peers.name
@@ -222,15 +112,9 @@ class Sharing:
     ) -> Work:
         """Lets local peers read a copy of rows.
 
-        Args:
-            fill: Writes the rows into a tensor; called on the issuing thread.
-            shape: Of that tensor, ``(rows, width)``.
-            dtype: Of that tensor.
-            readers: How many of the rows each reader will take, for the ledgers.
-            label: Whom the ledgers charge.
-
-        Returns:
-            The handle to wait for before what ``fill`` reads is changed.
+        ``fill`` writes them into a tensor of this shape, ``(rows, width)``, and dtype, on the
+        issuing thread. Ledgers count how many of the rows each of the ``readers`` will take. The
+        handle is to be waited for before what ``fill`` reads is changed.
         """
         row = shape[1] * dtype.itemsize
         wanted = {peer: number * row for peer, number in readers.items() if number * row}
@@ -256,15 +140,11 @@ class Sharing:
         out: Tensor,
         label: Label,
     ) -> Work:
-        """Reads what ``src`` published.
+        """Reads what ``src`` published, ``(rows, width)``.
 
-        Args:
-            src: The owner.
-            shape: Of the whole publication, ``(rows, width)``.
-            use: Called with it and some rows of ``out`` at a time, on the issuing thread; must keep
-                nothing of it.
-            out: What ``use`` fills, by whose size the ledgers count; nothing is read if it's empty.
-            label: Whom the ledgers charge.
+        ``use`` is called with it and some rows of ``out`` at a time, which it fills, on the issuing
+        thread; it must keep nothing of it. Nothing is read if ``out``, by whose size the ledgers
+        count, is empty.
         """
         if out.numel() == 0:
             return Work.completed()
@@ -282,21 +162,19 @@ class Sharing:
 
         return self._issuer.submit(task, label, f"reading rows of rank {src}")
 
-    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SendBuffer:
-        """Returns uninitialized memory for rows that a local peer will read."""
+    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SharedBuffer:
+        """Returns uninitialized memory for rows that a local peer will read: fill its ``rows``."""
         buffer = self.local_peers.take(shape[0] * shape[1] * dtype.itemsize)
-        return SendBuffer(buffer, buffer.data.view(dtype).view(shape))
+        buffer.rows = buffer.data.view(dtype).view(shape)
+        return buffer
 
-    def send(self, buffer: SendBuffer, parts: Mapping[int, int], label: Label) -> Work:
+    def send(self, buffer: SharedBuffer, parts: Mapping[int, int], label: Label) -> Work:
         """Lets each local peer read its part of a buffer, which must not be touched any more.
 
-        Args:
-            buffer: The buffer.
-            parts: How many of its rows are for each worker, in their order; those of workers that
-                are no local peers are left out.
-            label: Whom the ledgers charge.
+        ``parts`` tells how many of its rows are for each worker, in their order; those of workers
+        that are no local peers are left out.
         """
-        width, dtype, memory = buffer.rows.size(1), buffer.rows.dtype, buffer.memory
+        width, dtype = buffer.rows.size(1), buffer.rows.dtype
         row, where = width * dtype.itemsize, spoken(label)
         pieces, first = [], 0
         for peer, number in parts.items():
@@ -309,7 +187,7 @@ class Sharing:
         ledgers = list(self._ledgers)
 
         def task() -> None:
-            self.local_peers.send_parts(memory, Subject.ROWS, pieces)
+            self.local_peers.send_parts(buffer, Subject.ROWS, pieces)
             count(ledgers, label, sizes, {}, self.local_peers.name)
 
         return self._issuer.submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
@@ -323,15 +201,10 @@ class Sharing:
         label: Label,
         read: int | None = None,
     ) -> Incoming:
-        """Expects rows, to be read where they lie.
+        """Expects rows, ``(rows, width)``, to be read where they lie: what ``src`` published, or
+        sends.
 
-        Args:
-            src: Their owner.
-            subject: What it published, or the rows that it sends by :meth:`send`.
-            shape: Of all of them, ``(rows, width)``.
-            dtype: Of them.
-            label: Whom the ledgers charge.
-            read: How many of them will be read, by which ledgers count; ``None``: all.
+        ``read`` is how many of them will be read, by which ledgers count; ``None``: all.
         """
         size = (shape[0] if read is None else read) * shape[1] * dtype.itemsize
         found = Incoming(torch.empty(shape if size == 0 else 0, dtype=dtype))

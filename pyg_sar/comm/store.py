@@ -51,13 +51,11 @@ def no_check() -> None:
 
 
 def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
-    """Hosts a store for workers, in which whoever reaches its port may write.
+    """Hosts a store for workers, in which whoever reaches its port may write (0: a free one).
 
-    Args:
-        address: What the workers call this host. Where that is the loopback (``127.0.0.1``,
-            ``localhost``), no other host reaches the store; else it listens on all interfaces.
-        port: Its port; 0 takes a free one.
-        timeout: Seconds that an answer may take.
+    Where the workers call this host by the loopback (``127.0.0.1``, ``localhost``), no other host
+    reaches the store; else it listens on all interfaces. ``timeout``: seconds that an answer may
+    take.
 
     Raises:
         OSError: The address is unknown.
@@ -99,10 +97,8 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
 def connect(info: WorkerInfo, timeout: float, check: Check = no_check) -> dist.Store:
     """Connects to the workers' store; rank 0 hosts it where no launcher does.
 
-    Args:
-        info: This worker.
-        timeout: Seconds to wait for the store, and for an answer later.
-        check: Called while it waits.
+    ``timeout`` are seconds to wait for the store, and for an answer later; ``check`` is called
+    meanwhile.
 
     Raises:
         CommTimeoutError: When it isn't reached within ``timeout`` seconds.
@@ -127,9 +123,7 @@ def connect(info: WorkerInfo, timeout: float, check: Check = no_check) -> dist.S
 def reconnect(info: WorkerInfo, timeout: float, check: Check = no_check) -> dist.Store:
     """Returns a connection to the workers' store, by which no other one is kept waiting.
 
-    Raises:
-        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
-        LostWorkerError: When the launcher that hosts it is gone.
+    Raises as :func:`connect` does.
     """
     _wait_for_port(info, timeout, check)
     try:

@@ -90,14 +90,10 @@ VARIABLES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 class ProcessState:
     """Holds what a part may set for all of its process, as in a process of its own.
 
-    The states of the default random generators, which are PyTorch's, NumPy's and Python's,
-    :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's state
-    takes longest to read and to write: both are left out where its words are known, and no normal
-    number waits beside them.
-
-    Args:
-        device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
-        before: The state from which the process has come to this one.
+    The states of the default random generators, which are PyTorch's (of a GPU, too), NumPy's and
+    Python's, :data:`SETTINGS` and, unless it is sent to another process, :data:`VARIABLES`. NumPy's
+    state takes longest to read and to write: both are left out where its words are known, from the
+    state ``before``, and no normal number waits beside them.
     """
 
     def __init__(self, device: torch.device, before: ProcessState | None = None) -> None:
@@ -122,10 +118,8 @@ class ProcessState:
         return {**vars(self), "variables": None}
 
     def restore(self, held: ProcessState) -> None:
-        """Makes the generators go on from here, and the process have these settings.
-
-        Args:
-            held: The state that the process is in.
+        """Makes the generators go on from here, and sets the settings of a process in the state
+        ``held``.
         """
         set_random_states(self.torch, self.device)
         if not self.words or self.words != held.words:
@@ -149,13 +143,9 @@ class Turns:
     program alone, not on the system's scheduling, and is the same in each pass. Each part has
     random states and settings of its own: they are exchanged with the turn.
 
-    Args:
-        parts: The parts of this process, ascending.
-        check: Raises once something outside this process has failed.
-        outside: Returns whether something outside this process may still end a wait.
-        begin: Called when a part's turn begins, with the part, on its thread.
-        end: The same when its turn ends.
-        device: Where they compute; by default the CPU.
+    ``check`` raises once something outside this process has failed; ``outside`` returns whether
+    such a thing may still end a wait; ``begin`` and ``end`` are called when a part's turn begins
+    and ends, with the part, on its thread.
     """
 
     def __init__(
@@ -198,10 +188,8 @@ class Turns:
     def wait(self, part: int, ready: Callable[[], bool], doing: str) -> None:
         """Ends a part's turn, and waits until ``ready()`` and its next one.
 
-        Args:
-            part: The part whose turn it is.
-            ready: Called by any thread, time and again; must be quick.
-            doing: What it waits for, for messages.
+        ``ready`` is called by any thread, time and again; it must be quick. ``doing`` is what the
+        part waits for, for messages.
 
         Raises:
             DistributedIndexError: Within forward-mode derivatives, or a profile.

@@ -53,6 +53,7 @@ from pyg_sar.comm.messages import (
     unmatched,
 )
 from pyg_sar.comm.processes import find_process, is_dead, is_stopped, kill_stopped
+from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 BEAT = 0.5  # Seconds between two heartbeats.
@@ -94,17 +95,12 @@ def read_limits() -> tuple[float, float]:
 class StoreWatch(Heartbeats, Watch):
     """A watch through the workers' store.
 
-    Args:
-        store: A connection to the store, for the watch alone; ``None``: by :meth:`use`.
-        info: This worker.
-        everyone: What each rank is, from the rendezvous; by :meth:`meet` where that is to come.
+    It takes a connection to the store, for the watch alone (``None``: by :meth:`use`), and what
+    each rank is, from the rendezvous, by :meth:`meet` where that is to come.
     """
 
     def __init__(
-        self,
-        store: dist.Store | None,
-        info: WorkerInfo,
-        everyone: Sequence[Mapping[str, Any]] = (),
+        self, store: dist.Store | None, info: WorkerInfo, everyone: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         super().__init__(info, everyone, STUCK)
         self.host = None if info.agent_store else 0
@@ -307,18 +303,15 @@ class StoreWatch(Heartbeats, Watch):
         """Writes the failure record; returns the one that was first."""
         with self._lock:
             if self._record is None:
-                text = self._ask(lambda store: store.compare_set("failure", "", json.dumps(record)))
+                text = self._ask(AskedStore.compare_set, "failure", "", json.dumps(record))
                 self._record = json.loads(text) if text else record
             return self._record
 
     def _acknowledge(self) -> None:
-        self._ask(lambda store: store.set(f"seen/{self.rank}", "1"))
+        self._ask(AskedStore.set, f"seen/{self.rank}", "1")
         if self.host == self.rank:
             late = self._record is not None and self._record["kind"] == "lost"
-            self._linger(self._has_seen, LATE if late else 0.0)
-
-    def _has_seen(self, rank: int) -> bool:
-        return bool(self._ask(lambda store: store.check([f"seen/{rank}"])))
+            self._linger(lambda rank: self._has(f"seen/{rank}"), LATE if late else 0.0)
 
     def _linger(self, finished: Callable[[int], bool], late: float = 0.0) -> None:
         """Waits until all others that live, or come so late, are finished with the store."""
@@ -354,7 +347,8 @@ class StoreWatch(Heartbeats, Watch):
                 break
             time.sleep(0.02)
         if record is None:
-            reason = self._tell_time(error, doing) if late else self._tell(error, doing)
+            text = f"Rank {self.rank}: {doing} failed though all workers seem alive: {error}"
+            reason = self._tell_time(error, doing) if late else PygSarError(text)
             record = self._publish(failed(self.rank, reason))
             if record["rank"] == self.rank and record["kind"] == "error":
                 self._acknowledge()
@@ -364,11 +358,6 @@ class StoreWatch(Heartbeats, Watch):
 
     def _to_error(self, record: Mapping[str, Any]) -> PygSarError:
         return to_error(record, self.rank, self.info.parts)
-
-    def _tell(self, error: BaseException, doing: str) -> PygSarError:
-        return PygSarError(
-            f"Rank {self.rank}: {doing} failed though all workers seem alive: {error}"
-        )
 
     def _tell_time(self, error: BaseException, doing: str) -> CommTimeoutError:
         mine = self._progress().started
@@ -413,5 +402,6 @@ class StoreWatch(Heartbeats, Watch):
             self._store.close()
 
     def _has_left(self, rank: int) -> bool:
-        text = self._ask(lambda store: store.get(f"beat/{rank}")) if self._came(rank) else None
+        key = f"beat/{rank}"
+        text = self._ask(AskedStore.get, key) if self._has(key) else None
         return self._store_error is not None or bool(text and json.loads(text)["left"])

@@ -114,9 +114,7 @@ class Choice:
 def decomposition_of(layer: Any, complete: bool) -> Decomposition:
     """How a layer's aggregation goes tile by tile.
 
-    Args:
-        layer: The layer.
-        complete: Tiles hold all in-edges of their targets, and the layer aggregates itself.
+    ``complete``: tiles hold all in-edges of their targets, and the layer aggregates itself.
 
     Raises:
         NeedsAllEdges: When its partial states don't merge.
@@ -153,13 +151,7 @@ def titled(kind: str, name: str, rank: int) -> str:
 
 
 class Chooser:
-    """Chooses the strategy of one call.
-
-    Args:
-        layer: The layer (a ``DistMessagePassing``).
-        edge_index: Distributed edges.
-        kwargs: Keyword arguments of ``propagate``.
-    """
+    """Chooses the strategy of one call of ``propagate`` of a ``DistMessagePassing``."""
 
     def __init__(self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> None:
         self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
@@ -252,10 +244,8 @@ class Chooser:
         return replace(self._whole(reason), out_rows=known)
 
     def check_edge_update(self) -> tuple[str, ...]:
-        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone.
-
-        Returns:
-            The attributes that it leaves with a row per edge.
+        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone;
+        returns the attributes that it leaves with a row per edge.
         """
         key = self.layer.policy, self.layer.call_key(self.kwargs)[0]
         known = facts_of(self.layer).edge_updates
@@ -329,8 +319,6 @@ class Chooser:
         """Looks at the message on a few made-up edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
-        numbers, budget, rows = Dependence.no_opinion(), 1, None
-        sets: list[str] = []
         try:
             reductions = decomposition_of(self.layer, complete)
             program = TileProgram(
@@ -350,7 +338,7 @@ class Chooser:
             _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
-            return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
+            return _Analysis(error.severity, str(error), 1, Dependence.no_opinion(), None, [])
         return _Analysis(0, "", budget, numbers, rows, sets, program)
 
     def _max_edges(self, program: TileProgram) -> int:

@@ -16,7 +16,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
 from pyg_sar.engine.cuts import rows_travel, split_edges
-from pyg_sar.engine.kernels.attention import Covers, SoftmaxAttention, covers_of
+from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
 from pyg_sar.engine.kernels.directional import Streamed
 from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
@@ -52,13 +52,6 @@ def attention_kernel(
 ) -> tuple[Kernel, list[Tensor]]:
     """The kernel of a call that is an attention, and its inputs. Made by all workers together.
 
-    Args:
-        attention: Scores and values.
-        edge_index: The edges.
-        policy: The layer's mode and prefetch depth.
-        name: The layer's name, for the ledger.
-        title: The layer and the rank, for messages.
-
     Raises:
         ValueError: A tensor doesn't have a row for each of this worker's nodes, or edges.
         IndexError: An edge is of no relation.
@@ -87,10 +80,9 @@ def attention_kernel(
     remember = edge_index.remember_together if pushes else edge_index.remember
     made = remember(("attention", pushes), dict)
     if key not in made:
-        covers = Covers()
+        splits: tuple[Any, Any] = None, None
         if pushes and attention.value.shape[1:].numel():
-            covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
-        splits = covers.forward, covers.backward
+            splits = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
         made[key] = by_shards(shards_of(edge_index), *splits), splits
     schedule, splits = made[key]
     sent: list[list[Tensor]] = [[], []]
@@ -114,14 +106,7 @@ def message_kernel(
 ) -> Messages:
     """The kernel of any call. Made by all workers together.
 
-    Args:
-        program: The message.
-        edge_index: The edges.
-        choice: How the call runs.
-        decomposition: The aggregation.
-        policy: The layer's policy.
-        name: The layer's name, for the ledger.
-        draws: The random numbers of the edges; ``None``: those of each worker.
+    ``draws`` are the random numbers of the edges; ``None``: those of each worker.
 
     Raises:
         ValueError: An edge-level tensor doesn't have a row for each of this worker's edges.
@@ -149,12 +134,6 @@ def sums_call(
     """Decides how a kind of call runs that is sums; ``None`` where there is no kernel for it.
 
     Decided by what is alike in all calls of the kind (``DistMessagePassing.call_key``).
-
-    Args:
-        layer: The layer (a ``DistMessagePassing``).
-        edge_index: The edges.
-        kwargs: Keyword arguments of ``propagate``.
-        choice: How the call runs.
     """
     found, needs, policy = choice.sums, choice.needs, layer.policy
     if found is None or needs is None or policy.kernels == "off":
@@ -238,10 +217,8 @@ def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
     By a cover, where rows travel; where all are read in place, owners add up the gradients of their
     rows. All workers call this together; it is made once per structure and kept with it.
 
-    Args:
-        edge_index: Distributed edges.
-        given: Whether rows travel exactly, a backward pass may follow, edges have numbers, edges
-            may be gone through at their sources, and extrema are among the sums.
+    ``given`` tells whether rows travel exactly, a backward pass may follow, edges have numbers,
+    edges may be gone through at their sources, and extrema are among the sums.
     """
     exact, record, numbered, there, extrema = given
     comm = edge_index.plan.comm
@@ -276,11 +253,7 @@ def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
 
 
 def _check_message(
-    layer: Any,
-    edge_index: DistEdgeIndex,
-    kwargs: dict[str, Any],
-    choice: Choice,
-    title: str,
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice, title: str
 ) -> None:
     """Raises where the message, tried on an edge, is not what it was when it was analysed."""
     if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:

@@ -24,18 +24,10 @@ from torch import Tensor
 from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_rows import PartRows, is_hosted
-from pyg_sar.exchange.rows import (
-    RowSink,
-    RowSource,
-    Travel,
-    UnitRows,
-    Use,
-    add_rows,
-    layout_of,
-)
+from pyg_sar.exchange.rows import RowSink, RowSource, Travel, UnitRows, Use, add_rows, layout_of
 from pyg_sar.ledger import Label, tracked_buffer
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.shard import Segments, Tile
+from pyg_sar.space.shard import Tile
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Work
@@ -47,7 +39,7 @@ _PLAN: Label = ("", "", "plan")
 class Chunk:
     """One chunk: a range of targets, their edges, and where the sources' rows are.
 
-    A block whose messages are one tile.
+    A block whose messages are one tile; it has no segments, as no kernel takes it.
 
     Attributes:
         unit: Its number.
@@ -84,17 +76,6 @@ class Chunk:
         if self.stop > self.first:
             yield Tile(self.unit, edges, targets, self.index, self.source, self.columns)
 
-    @property
-    def segments(self) -> Segments:
-        """No kernel takes chunks."""
-        raise NotImplementedError("Chunks are for messages")
-
-    by_source = None
-
-    def transposed(self, numbered: bool = False) -> Segments:
-        """No kernel takes chunks."""
-        raise NotImplementedError("Chunks are for messages")
-
 
 def by_target(target: Tensor, order: Tensor | None) -> Tensor:
     """Columns sorted by target; those of a target as in the whole graph's edge list."""
@@ -107,17 +88,10 @@ def by_target(target: Tensor, order: Tensor | None) -> Tensor:
 
 
 class Chunks:
-    """The chunks of a worker's edges; every worker has the same number of them.
+    """The chunks of a worker's edges, with local targets; every worker has the same number of them.
 
-    Made by all workers together, once per structure.
-
-    Args:
-        edge_index: Distributed edges with local targets.
-        max_edges: Edges per chunk, unless a single target has more.
-
-    Attributes:
-        blocks: The chunks.
-        num_units: How many there are.
+    Made by all workers together, once per structure. A chunk has at most ``max_edges``, unless a
+    single target has more.
     """
 
     def __init__(self, edge_index: DistEdgeIndex, max_edges: int) -> None:
@@ -139,11 +113,24 @@ class Chunks:
         self._parts = PartRows(plan) if is_hosted(plan) else None
         ids = [found for found, _ in needs]
         sends = self._agree(ids) if self._parts is None else [[]] * len(ids)
-        self.blocks = [
-            self._chunk(unit, ranges[unit], parts[unit], target, needs[unit], sends[unit])
-            for unit in range(len(ranges))
-        ]
-        self.num_units = len(self.blocks)
+        self.num_units, own = len(ranges), plan.num_local
+        self.blocks: list[Chunk] = []
+        for unit, (first, stop) in enumerate(ranges):
+            needed, inverse = needs[unit]
+            self.blocks.append(
+                Chunk(
+                    unit=unit,
+                    first=first,
+                    stop=stop,
+                    columns=parts[unit],
+                    index=target[parts[unit]] - first,
+                    source=inverse,
+                    local_rows=needed[needed < own],
+                    halo_rows=needed[needed >= own] - own,
+                    counts=[part.numel() for part in self._halo_parts(needed)],
+                    sends=sends[unit],
+                )
+            )
 
     def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; a scale is not taken."""
@@ -204,39 +191,9 @@ class Chunks:
                 chunk[peer] = part
         return sends
 
-    def _chunk(
-        self,
-        unit: int,
-        bounds: tuple[int, int],
-        columns: Tensor,
-        target: Tensor,
-        needs: tuple[Tensor, Tensor],
-        sends: list[Tensor],
-    ) -> Chunk:
-        (first, stop), (ids, inverse) = bounds, needs
-        own = self.plan.num_local
-        return Chunk(
-            unit=unit,
-            first=first,
-            stop=stop,
-            columns=columns,
-            index=target[columns] - first,
-            source=inverse,
-            local_rows=ids[ids < own],
-            halo_rows=ids[ids >= own] - own,
-            counts=[part.numel() for part in self._halo_parts(ids)],
-            sends=sends,
-        )
-
 
 class ChunkSource(RowSource):
-    """Source rows chunk by chunk: own rows that it needs, then halo rows.
-
-    Args:
-        chunks: The chunks.
-        tensors: Source tensors ``[num_local, *]``, detached.
-        how: How rows travel.
-    """
+    """Source rows chunk by chunk: own rows that it needs, then halo rows."""
 
     def __init__(self, chunks: Chunks, tensors: Sequence[Tensor], how: Travel) -> None:
         self.chunks, self.tensors, self.label = chunks, list(tensors), how.label
@@ -283,13 +240,7 @@ class ChunkSource(RowSource):
 
 
 class ChunkSink(RowSink):
-    """Takes each chunk's gradient rows to their owners; adjoint of :class:`ChunkSource`.
-
-    Args:
-        chunks: The chunks.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        how: How rows travel.
-    """
+    """Takes each chunk's gradient rows to their owners; adjoint of :class:`ChunkSource`."""
 
     def __init__(self, chunks: Chunks, totals: Sequence[Tensor], how: Travel) -> None:
         self.chunks, self.totals, self.label = chunks, list(totals), how.label
@@ -333,12 +284,7 @@ class ChunkSink(RowSink):
 
 
 class _PartSource(RowSource):
-    """Source rows chunk by chunk, of a part whose halo comes at once.
-
-    Args:
-        chunks: The chunks.
-        rows: Own rows, and all halo rows.
-    """
+    """Source rows chunk by chunk, of a part whose halo comes at once."""
 
     def __init__(self, chunks: Chunks, rows: RowSource) -> None:
         self._chunks, self._source = chunks, rows
@@ -370,13 +316,7 @@ class _PartSource(RowSource):
 
 
 class _PartSink(RowSink):
-    """Adds up the gradient rows of all chunks; those of the halo go to their owners at once.
-
-    Args:
-        chunks: The chunks.
-        totals: Gradients of own rows, ``[num_local, *]``, added to in place.
-        rows: Takes own rows, and all halo rows.
-    """
+    """Adds up the gradient rows of all chunks; those of the halo go to their owners at once."""
 
     def __init__(self, chunks: Chunks, totals: Sequence[Tensor], rows: RowSink) -> None:
         self._chunks, self._like, self._sink = chunks, totals, rows

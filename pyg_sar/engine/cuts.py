@@ -81,12 +81,7 @@ class Request:
 
 
 class Cuts:
-    """A cover of the edges between workers. Made by all workers together.
-
-    Args:
-        edge_index: Distributed edges.
-        costs: What a pulled and a pushed row cost.
-        numbered: Whether the edges' numbers are wanted.
+    """A cover of the edges between workers at some costs. Made by all workers together.
 
     Attributes:
         pulled: Which halo rows are pulled, ``[H]``; ``None``: none.
@@ -199,11 +194,8 @@ def rows_travel(comm: Communicator) -> bool:
 class SplitEdges:
     """The edges between workers, pulled and pushed. Made by all workers together.
 
-    Args:
-        edge_index: Distributed edges.
-        cuts: How they are covered; emptied.
-        numbered: Whether the edges' numbers will be asked for.
-        by_source: Whether the edges will be asked for by source alone.
+    It empties ``cuts``. The edges' numbers will be asked for where they are ``numbered``, and edges
+    by source alone with ``by_source``.
 
     Attributes:
         plan: The halo plan of pulled rows.
@@ -264,12 +256,9 @@ class SplitEdges:
     def pushed_weights(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
         """Constant weights of the pushed edges, by unit from 1 on, in the order of their run.
 
-        All workers call this together. Weights are sent to the owners of the sources once, and
-        again where they were written into.
-
-        Args:
-            edge_index: The edges into this worker's targets.
-            weight: Of these, ``[E]`` or ``[E, 1]``.
+        All workers call this together. Weights of the edges into this worker's targets, ``[E]`` or
+        ``[E, 1]``, are sent to the owners of the sources once, and again where they were written
+        into.
         """
         key = id(weight), version_of(weight)
         known = key in self._weights
@@ -330,8 +319,7 @@ def split_edges(
         costs: Of a pulled and of a pushed row.
         near: The same where all workers read each other's memory, or share a process; ``None``:
             nothing is pushed then.
-        numbered: Whether the edges' numbers will be asked for.
-        by_source: Whether the edges will be asked for by source alone.
+        numbered, by_source: See :class:`SplitEdges`.
     """
     plan = edge_index.plan
     if plan.world_size == 1:

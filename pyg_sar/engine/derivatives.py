@@ -28,22 +28,13 @@ class Derivatives(Protocol):
     ) -> list[Tensor | None]:
         """By the outputs' gradients, then by the inputs. All workers call it together.
 
-        Args:
-            kernel: The kernel.
-            inputs: Its inputs (``Kernel.inputs``).
-            gradients: Of its outputs.
-            directions: The gradients of its inputs' gradients.
-            wanted: Which inputs have these.
+        ``directions`` are the gradients of the inputs' gradients; the inputs that are ``wanted``
+        have these.
         """
 
 
 def recorded(backward: Callable[..., Any], run: Any, gradients: Sequence[Tensor]) -> Any:
-    """The results of a run's backward pass, which autograd records.
-
-    Args:
-        backward: The pass, where it is not recorded.
-        run: The context of the run's autograd function.
-        gradients: Of its outputs.
+    """The results of the ``backward`` pass of a run, which autograd records.
 
     Raises:
         NotImplementedError: The kernel's gradients have no derivatives.

@@ -33,6 +33,16 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
     return out.view(out.size(0), *values.shape[1:]).to(values.dtype)
 
 
+def check_found_again(missing: Tensor, best: Tensor) -> None:
+    """Raises ``RuntimeError`` where so many extrema were not found again by the backward pass."""
+    if float(missing) != 0 and bool(best.isfinite().all()):
+        raise RuntimeError(
+            "A message came out differently when it was computed again for the backward pass "
+            f"({float(missing):.0f} extrema not found again). Is it deterministic? "
+            "SARPolicy(mode=2) keeps messages instead of recomputing them"
+        )
+
+
 def worst(dtype: torch.dtype, largest: bool) -> float | int:
     """The value that every other one exceeds, or that exceeds every other one."""
     if dtype == torch.bool:
@@ -52,6 +62,8 @@ class Reducer(ABC):
 
     needs_values = False
     reads_messages = False
+    _out: Tensor | None = None
+    _gradient: Tensor | None = None
 
     def __init__(self, in_degree: Tensor) -> None:
         self.in_degree = in_degree
@@ -69,9 +81,9 @@ class Reducer(ABC):
         """The tensors that the backward pass needs, the aggregate first if it is among them."""
         return []
 
-    @abstractmethod
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        """Takes the aggregate's gradient ``[num_targets, *]``."""
+        """Takes the aggregate's gradient ``[num_targets, *]``, and what :meth:`state` gave."""
+        self._gradient = gradient
 
     @abstractmethod
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -95,11 +107,6 @@ class Reducer(ABC):
 class SumReducer(Reducer):
     r""":math:`out_i = \sum_e m_e`; gradient :math:`\partial L/\partial m_e = g_i`."""
 
-    def __init__(self, in_degree: Tensor) -> None:
-        super().__init__(in_degree)
-        self._out: Tensor | None = None
-        self._gradient: Tensor | None = None
-
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None:
             self._out = self._zeros(messages)
@@ -109,9 +116,6 @@ class SumReducer(Reducer):
         out = present(self._out)
         self._out = None
         return out
-
-    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        self._gradient = gradient
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
@@ -140,16 +144,14 @@ class ExtremumReducer(Reducer):
 
     needs_values = True
     reads_messages = True
+    _ties: Tensor | None = None
+    _missing: Tensor | None = None
 
     def __init__(self, in_degree: Tensor, largest: bool) -> None:
         super().__init__(in_degree)
         self._reduce = "amax" if largest else "amin"
         self._largest = largest
         self._better = torch.maximum if largest else torch.minimum
-        self._out: Tensor | None = None
-        self._ties: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._missing: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None or self._ties is None:
@@ -188,12 +190,7 @@ class ExtremumReducer(Reducer):
         return present(self._gradient).index_select(0, rows) * reached
 
     def finish_backward(self) -> None:
-        if float(present(self._missing)) != 0 and bool(present(self._out).isfinite().all()):
-            raise RuntimeError(
-                "A message came out differently when it was computed again for the backward pass "
-                f"({float(present(self._missing)):.0f} extrema not found again). Is it "
-                "deterministic? SARPolicy(mode=2) keeps messages instead of recomputing them"
-            )
+        check_found_again(present(self._missing), present(self._out))
 
 
 class ProductReducer(Reducer):
@@ -206,12 +203,8 @@ class ProductReducer(Reducer):
 
     needs_values = True
     reads_messages = True
-
-    def __init__(self, in_degree: Tensor) -> None:
-        super().__init__(in_degree)
-        self._product: Tensor | None = None
-        self._zeros_seen: Tensor | None = None
-        self._gradient: Tensor | None = None
+    _product: Tensor | None = None
+    _zeros_seen: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._product is None or self._zeros_seen is None:
@@ -251,18 +244,15 @@ class VarianceReducer(Reducer):
     :math:`E[m^2] - E[m]^2` would cancel. Gradient :math:`\frac{2}{d_i} (m_e - \mu_i) g_i`, and
     :math:`-\frac{2}{d_i} \mu_i g_i` where PyG's ``semi_grad`` takes :math:`E[m^2]` for constant.
 
-    Args:
-        in_degree: Edges into each target.
-        semi_grad: See :class:`torch_geometric.nn.aggr.VarAggregation`.
     """
+
+    _count: Tensor | None = None
+    _mean: Tensor | None = None
+    _squares: Tensor | None = None
 
     def __init__(self, in_degree: Tensor, semi_grad: bool) -> None:
         super().__init__(in_degree)
         self.needs_values = self.reads_messages = not semi_grad
-        self._count: Tensor | None = None
-        self._mean: Tensor | None = None
-        self._squares: Tensor | None = None
-        self._gradient: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._mean is None or self._squares is None or self._count is None:
@@ -304,11 +294,6 @@ class VarianceReducer(Reducer):
 class PlaceReducer(Reducer):
     """Puts each target's aggregate, computed from all its in-edges, in its place."""
 
-    def __init__(self, in_degree: Tensor) -> None:
-        super().__init__(in_degree)
-        self._out: Tensor | None = None
-        self._gradient: Tensor | None = None
-
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None:
             self._out = self._zeros(messages)
@@ -316,9 +301,6 @@ class PlaceReducer(Reducer):
 
     def finish(self) -> Tensor:
         return present(self._out)
-
-    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        self._gradient = gradient
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.targets)
@@ -337,22 +319,16 @@ class SoftmaxReducer(Reducer):
 
     State: the maximum :math:`M`, the normaliser :math:`S` and :math:`S \cdot out`, rescaled when
     the maximum grows. See [Note: softmax over targets].
-
-    Args:
-        in_degree: Edges into each target.
-        mean: Divide by the in-degree.
     """
 
     needs_values = True
+    _max: Tensor | None = None
+    _sum: Tensor | None = None
+    _inner: Tensor | None = None
 
-    def __init__(self, in_degree: Tensor, mean: bool = False) -> None:
+    def __init__(self, in_degree: Tensor, mean: bool) -> None:
         super().__init__(in_degree)
         self._mean = mean
-        self._out: Tensor | None = None
-        self._max: Tensor | None = None
-        self._sum: Tensor | None = None
-        self._gradient: Tensor | None = None
-        self._inner: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if tile.num_edges == 0:  # Layers return early here, without their softmax.

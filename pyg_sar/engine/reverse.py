@@ -26,12 +26,10 @@ _PLAN: Label = ("", "", "plan")
 
 
 class ReversedEdges:
-    """A worker's edges into the other end, and how edge-level rows get there.
+    """A worker's edges into the other end, where the layer aggregates, and how edge-level rows get
+    there.
 
     Made by all workers together, once per structure.
-
-    Args:
-        edge_index: Distributed edges whose distributed row is where the layer aggregates.
 
     Attributes:
         edge_index: The edges out of which this worker's nodes aggregate, in an index space of

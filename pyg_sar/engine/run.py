@@ -243,13 +243,7 @@ class _Run(torch.autograd.Function):
 
 
 def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Tensor]:
-    """A kernel's outputs, recorded for autograd where a gradient may be wanted.
-
-    Args:
-        kernel: The kernel.
-        tensors: Its inputs.
-        record: Whether autograd shall record it.
-    """
+    """A kernel's outputs, recorded for autograd where a gradient may be wanted."""
     tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]  # memory is read as it is
     if record:
         out = _Run.apply(kernel, *tensors)

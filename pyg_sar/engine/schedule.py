@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -69,12 +70,8 @@ class Schedule:
 def by_shards(
     shards: Shards, forward: SplitEdges | None = None, backward: SplitEdges | None = None
 ) -> Schedule:
-    """Goes through the edges owner by owner, where source rows come here; or as a cover says.
-
-    Args:
-        shards: The edges.
-        forward: How a cover has split those between workers for the forward pass, if it has.
-        backward: The same for the backward pass.
+    """Goes through the edges owner by owner, where source rows come here; or in each pass as a
+    cover has split those between workers.
     """
     there = _stages(shards, forward)
     back = there if backward is forward else _stages(shards, backward)
@@ -99,5 +96,6 @@ def rows_of(plan: HaloPlan) -> Exchange:
 
 def by_chunks(chunks: Chunks) -> Schedule:
     """Goes through the edges some targets after others, each with all their in-edges."""
-    stages = (Stage(chunks, chunks.blocks),)
+    blocks: Any = chunks.blocks
+    stages = (Stage(chunks, blocks),)
     return Schedule(chunks.plan, chunks.in_degree, stages, stages)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pyg_sar.kernels.ops import run, sort_edges, use_kernel
 
-_Ints = NDArray[np.int64]
 Costs = tuple[int, int]
 """The costs of a pulled row and of a pushed one."""
 SUMS: Costs = (1, 1)
@@ -86,16 +85,11 @@ def stored_covers(row: Tensor, target: Tensor, offsets: Sequence[int]) -> Stored
 def pulled_rows(
     row: Tensor, target: Tensor, offsets: Sequence[int], costs: Sequence[Costs]
 ) -> list[Tensor]:
-    """Which halo rows a cheapest cover of each owner's edges pulls.
+    """Which halo rows a cheapest cover of each owner's edges pulls, bool ``[H]``, for each of
+    ``costs``.
 
-    Args:
-        row: Halo row of each edge between parts, ``[E]``.
-        target: Its target, ``[E]``.
-        offsets: Where each owner's halo rows begin, and at last their number H.
-        costs: What pulled and pushed rows cost.
-
-    Returns:
-        bool ``[H]``, for each of ``costs``.
+    ``row`` and ``target`` are those of each edge between parts, ``[E]``. An owner's halo rows begin
+    at its offset; the last one is their number H.
     """
     row, target = row.cpu(), target.cpu()
     # The owners' cuts side by side: no two have a source or a target in common.
@@ -107,15 +101,11 @@ def pulled_rows(
 
 
 def nearest_costs(pull: int, push: int) -> Costs:
-    """The entry of :data:`COSTS` whose covers are good for other costs.
+    """The entry of :data:`COSTS` whose covers are good for other costs, such as bytes.
 
     [Note: few covers] The cheapest covers of a cut are few: which one is cheapest changes where one
     row is as much as one, two or three of the other kind, and hardly in between. In between, any
     ratio's cover is within about a percent of the cheapest.
-
-    Args:
-        pull: What a pulled row costs, such as its bytes.
-        push: What a pushed row costs.
     """
     for most, costs in zip((0.58, 0.8, 1.0), COSTS, strict=False):
         if pull <= most * push:
@@ -135,14 +125,9 @@ def minimum_cover(
 ) -> Cover:
     """A cheapest vertex cover of a bipartite graph: of several, the one with most sources.
 
-    Args:
-        source: One end of each edge, ``[E]``, in ``[0, num_sources)``.
-        target: The other end, ``[E]``, in ``[0, num_targets)``.
-        num_sources: Sources.
-        num_targets: Targets.
-        pull: Cost of a source, below 65,536.
-        push: Cost of a target, below 65,536.
-        native: Whether to use the kernel; ``None``: where it is there.
+    Edges have one end in ``source`` and one in ``target``, ``[E]``; ``pull`` and ``push`` are the
+    costs of these, below 65,536. ``native`` says whether to use the kernel; ``None``: where it is
+    there.
 
     Raises:
         ValueError: When a cost is out of range.
@@ -171,28 +156,16 @@ def _solver(
         if graph.nnz == 0:
             nothing = torch.zeros(num_sources, dtype=torch.bool)
             return Cover(nothing, torch.zeros(num_targets, dtype=torch.bool), 0)
-        near, far, bound = (_by_matching if pull == push else _by_flow)(graph, pull, push)
+        near, far, bound = _minimum_cut(graph, pull, push)
         return Cover(torch.from_numpy(~near), torch.from_numpy(far), bound)
 
     return solve
 
 
-def _by_matching(
+def _minimum_cut(
     graph: Any, pull: int, push: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
-    """Sources and targets that alternating paths from unmatched sources reach, and the bound."""
-    from scipy.sparse.csgraph import maximum_bipartite_matching
-
-    mate = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
-    matched = mate >= 0
-    back = np.full(graph.shape[1], -1, np.int64)
-    back[mate[matched]] = np.flatnonzero(matched)
-    near, far = _reach(graph, ~matched, lambda found: back[found])
-    return near, far, int(matched.sum()) * pull
-
-
-def _by_flow(graph: Any, pull: int, push: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
-    """The source side of a minimum cut, and the flow."""
+    """Sources and targets on the source side of the smallest minimum cut, and the flow."""
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow
 
@@ -214,26 +187,14 @@ def _by_flow(graph: Any, pull: int, push: int) -> tuple[NDArray[np.bool_], NDArr
     used.eliminate_zeros()
     senders = csr_array(used.T)
 
-    def back(found: _Ints) -> _Ints:
-        rows: _Ints = senders[found].indices.astype(np.int64)
-        return rows
-
-    near, far = _reach(graph, given < pull, back)
-    return near, far, int(result.flow_value)
-
-
-def _reach(
-    graph: Any, near: NDArray[np.bool_], back: Callable[[_Ints], _Ints]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """From some sources along edges to targets, and from these ``back`` to sources, repeatedly."""
-    far = np.zeros(graph.shape[1], np.bool_)
+    # From sources that could give more along edges to targets, and from these to their senders.
+    near, far = given < pull, np.zeros(targets, np.bool_)
     fresh = np.flatnonzero(near)
     while fresh.size:
         found = np.unique(graph[fresh].indices)
         found = found[~far[found]]
         far[found] = True
-        fresh = np.unique(back(found))
-        fresh = fresh[fresh >= 0]
+        fresh = np.unique(senders[found].indices)
         fresh = fresh[~near[fresh]]
         near[fresh] = True
-    return near, far
+    return near, far, int(result.flow_value)

@@ -56,13 +56,9 @@ class KeptRows:
         return other
 
     def begin(self, title: str, step: Any, graph: CallContext, every: int) -> None:
-        """Begins a call. See [Note: a step].
+        """Begins a call, whose ``step`` tells this step from the one before. See [Note: a step].
 
-        Args:
-            title: The layer and the rank, for errors.
-            step: Tells this step from the one before.
-            graph: Of the edges' plan.
-            every: Steps from one exchange to the next.
+        ``title`` names the layer and the rank, in errors.
 
         Raises:
             ValueError: For a second call in a step.
@@ -82,8 +78,7 @@ class KeptRows:
 class KeptGather(torch.autograd.Function):
     """``[num_local, *]`` to ``[num_ids, *]``, with the halo rows of the last exchange.
 
-    Args of ``apply``: the node tensor, the plan, the layer's kept rows, and the two functions that
-    exchange rows, ``fetch(x)``, and return their gradients, ``give_back(gradient)``.
+    ``fetch(x)`` exchanges rows, and ``give_back(gradient)`` returns their gradients.
     """
 
     @staticmethod
@@ -185,53 +180,37 @@ def post_all(
     )
 
 
-class _HaloGather(torch.autograd.Function):
-    """``[num_local, *]`` to ``[num_ids, *]``. Its adjoint is :class:`_HaloReduce`.
+class _Halo(torch.autograd.Function):
+    """``[num_local, *]`` to ``[num_ids, *]``, or ``back`` by sums.
 
-    Each calls the other in its backward pass, so that both can be differentiated any number of
-    times.
+    Each way is the other's adjoint, so both can be differentiated any number of times.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
-        ctx.given = plan, (label[0], "backward", "gradient"), wire
+    def forward(
+        ctx: Any, x: Tensor, plan: HaloPlan, label: Label, wire: Wire, back: bool
+    ) -> Tensor:
+        ctx.given = plan, (label[0], "backward", "fetch" if back else "gradient"), wire, not back
+        if back:
+            return _return_halo(x.contiguous(), plan, label, add_rows, wire)
         return _fetch_halo(x, plan, label, wire)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _HaloReduce.apply(grad, *ctx.given), None, None, None
-
-
-class _HaloReduce(torch.autograd.Function):
-    """``[num_ids, *]`` to ``[num_local, *]`` by sums. Its adjoint is :class:`_HaloGather`."""
-
-    @staticmethod
-    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
-        ctx.given = plan, (label[0], "backward", "fetch"), wire
-        return _return_halo(ext.contiguous(), plan, label, add_rows, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _HaloGather.apply(grad, *ctx.given), None, None, None
+        return _Halo.apply(grad, *ctx.given), None, None, None, None
 
 
 def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
-    """Own rows followed by all halo rows, differentiable any number of times.
+    """Own rows ``[num_local, *]`` followed by all halo rows, ``[num_ids, *]``, differentiable any
+    number of times.
 
-    Args:
-        x: Node tensor ``[num_local, *]``.
-        plan: The halo plan.
-        layer: Whom the ledger charges.
-        wire: How rows travel; exactly by default.
-
-    Returns:
-        ``[num_ids, *]``.
+    Rows travel exactly by default.
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
     wire, label = wire or Wire(), (layer, "forward", "fetch")
     if wire.kept is None:
-        return _HaloGather.apply(x, plan, label, wire)
+        return _Halo.apply(x, plan, label, wire, False)
     back: Label = (layer, "backward", "gradient")
 
     def give_back(gradient: Tensor) -> Tensor:
@@ -242,24 +221,17 @@ def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = 
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
-    """Adds (or takes the maximum, minimum of) halo rows to their owners' rows.
+    """Adds (or takes the maximum, minimum of) halo rows of ``[num_ids, *]`` to their owners' rows,
+    ``[num_local, *]``.
 
-    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only, any number of times.
-
-    Args:
-        ext: ``[num_ids, *]``.
-        plan: The halo plan.
-        reduce: ``'sum'``, ``'amax'`` or ``'amin'``.
-        layer: Whom the ledger charges.
-
-    Returns:
-        ``[num_local, *]``.
+    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only, not for ``'amax'`` and
+    ``'amin'``, any number of times.
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_reduce")
     label = (layer, "forward", "reduce")
     if reduce == "sum":
-        return _HaloReduce.apply(ext, plan, label, Wire())
+        return _Halo.apply(ext, plan, label, Wire(), True)
     if reduce not in ("amax", "amin"):
         raise ValueError(f"Expected 'reduce' to be 'sum', 'amax' or 'amin' (got {reduce!r})")
 
@@ -272,7 +244,8 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
 def plans_of_subsets(
     plan: HaloPlan, used: Tensor, place: Tensor, sizes: Sequence[int], n_id: Tensor
 ) -> list[HaloPlan]:
-    """Plans of the first own rows in another order, and of the halo rows that are used with them.
+    """Plans of the first own rows in another order, and of the halo rows that are used with them,
+    which keep their order.
 
     Args:
         plan: The plan of all rows.
@@ -281,9 +254,6 @@ def plans_of_subsets(
             is below its size.
         sizes: Own rows of each new plan.
         n_id: Global ids of the own rows in that order.
-
-    Returns:
-        The plans. Halo rows keep their order.
     """
     used = used.contiguous()
     asked = [used.new_empty(count, len(sizes)) for count in plan.send_counts]

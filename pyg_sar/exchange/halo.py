@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -152,18 +152,12 @@ class HaloPlan:
         if self.send_index.device == device:
             return self
         n_id = None if self.n_id is None else self.n_id.to(device)
-        return self._with(self.num_local, self.send_index.to(device), n_id, self.open_ended)
+        return replace(self, send_index=self.send_index.to(device), n_id=n_id)
 
     def widened(self, num_local: int) -> HaloPlan:
         """The same exchange among more own rows, the new ones behind those known so far."""
-        return self._with(num_local, self.send_index, None, False)
-
-    def _with(
-        self, num_local: int, send: Tensor, n_id: Tensor | None, open_ended: bool
-    ) -> HaloPlan:
-        # One context: other workers' plans may not need to be widened.
-        rest = n_id, self.covers, open_ended, self.context
-        return HaloPlan(self.comm, num_local, self.halo_counts, send, self.send_counts, *rest)
+        # With one context: other workers' plans may not need to be widened.
+        return replace(self, num_local=num_local, n_id=None, open_ended=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

@@ -26,18 +26,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, Subject, pieces_of
+from pyg_sar.comm.shared_memory import SharedBuffer, Subject
+from pyg_sar.comm.sharing import Incoming, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import (
-    WHOLE,
-    RowSink,
-    RowSource,
-    Travel,
-    UnitRows,
-    Use,
-    add_distinct_rows,
-    layout_of,
-)
+from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, Use, layout_of
 from pyg_sar.ledger import Label, tracked_buffer
 
 if TYPE_CHECKING:
@@ -48,11 +40,7 @@ _PLAN: Label = ("", "", "plan")
 
 @dataclass(frozen=True, slots=True)
 class HaloRows:
-    """The exchange of a halo plan's rows (:class:`~pyg_sar.exchange.rows.Exchange`).
-
-    Args:
-        plan: The halo plan.
-    """
+    """The exchange of a halo plan's rows (:class:`~pyg_sar.exchange.rows.Exchange`)."""
 
     plan: HaloPlan
 
@@ -127,13 +115,7 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
 
 
 class _Near:
-    """The base of both ways of a plan's rows, which knows who is on the same host.
-
-    Args:
-        plan: The halo plan.
-        tensors: Node tensors ``[num_local, *]``.
-        how: How rows travel.
-    """
+    """The base of both ways of a plan's rows, which knows who is on the same host."""
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
         self.plan, self.tensors, self.how = plan, list(tensors), how
@@ -156,15 +138,11 @@ class _Fetch:
 
 
 class HaloSource(_Near, RowSource):
-    r"""Own rows, then those of each owner.
+    """Own rows, then those of each owner.
 
     At most the rows of ``1 + prefetch`` units are resident (2/N and 3/N of the graph with the
-    worker's own). Traffic in: :math:`H_p F b` bytes.
-
-    Args:
-        plan: The halo plan.
-        tensors: Node tensors ``[num_local, *]``, detached.
-        how: How rows travel.
+    worker's own). Traffic in: :math:`H_p F b` bytes. The node tensors ``[num_local, *]`` are
+    detached.
     """
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
@@ -293,31 +271,19 @@ class HaloSource(_Near, RowSource):
 
 
 class HaloSink(_Near, RowSink):
-    r"""Rows that were computed for a unit go to their owner, which adds them to its own.
+    """Rows that were computed for a unit go to their owner, which adds them to its own.
 
     The other way round as :class:`HaloSource`: a row for each halo row, :math:`H_p F b` bytes out.
 
-    [Note: rows in flight] What was computed for one unit travels while the next one is worked
-    on. Between workers of one host that takes no memory: the rows stay where they were computed,
-    and the owner takes them from there. Over a network they take a buffer at either end.
-
-    Args:
-        plan: The halo plan.
-        tensors: What the worker's own rows are added up in, ``[num_local, *]``.
-        how: How rows travel.
+    [Note: rows in flight] What was computed for one unit travels while the next one is worked on.
+    Between workers of one host that takes no memory: the rows stay where they were computed, and
+    the owner takes them from there. Over a network they take a buffer at either end.
     """
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
         super().__init__(plan, tensors, how)
-        self._packed: list[Tensor | SendBuffer] = []
+        self._packed: list[Tensor | SharedBuffer] = []
         self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
-
-    def _take(self, index: Tensor, rows: Sequence[Tensor]) -> None:
-        if self.how.merge is not None:
-            self.how.merge(index, rows)
-            return
-        for total, part in zip(self.tensors, rows, strict=True):
-            add_distinct_rows(total, index, part)
 
     def open(self, unit: int) -> list[Tensor]:
         """Zeroed rows for the unit's halo rows: views of what will be sent."""
@@ -357,7 +323,7 @@ class HaloSink(_Near, RowSink):
                 landing = how.wire.landing(far[-1]) if coming else None
             if send is not None or landing is not None:
                 works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
-            if sharing is not None and isinstance(packed, SendBuffer):
+            if sharing is not None and isinstance(packed, SharedBuffer):
                 works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
             if sharing is not None and peer in self._near:
                 shape = coming, width
@@ -381,12 +347,12 @@ class HaloSink(_Near, RowSink):
         if far and self.plan.send_counts[peer]:
             for buffer in far:
                 self.how.wire.land(buffer)
-            self._take(self.plan.send_rows(peer), self.layout.unpack(far))
+            self.how.take_in(self.tensors, self.plan.send_rows(peer), self.layout.unpack(far))
         elif near and self.plan.send_counts[peer]:
             own = self.plan.send_rows(peer)
             for piece in pieces_of(near[0].rows):
                 parts = [arrival.rows[piece] for arrival in near]
-                self._take(own[piece], self.layout.unpack(parts))
+                self.how.take_in(self.tensors, own[piece], self.layout.unpack(parts))
                 del parts
                 for arrival in near:
                     arrival.pause()

@@ -26,16 +26,7 @@ from pyg_sar.comm.messages import count, count_all
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, exchange_rows, narrowed
-from pyg_sar.exchange.rows import (
-    WHOLE,
-    RowSink,
-    RowSource,
-    Travel,
-    UnitRows,
-    Use,
-    add_distinct_rows,
-    layout_of,
-)
+from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, Use, layout_of
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label, tracked_buffer
 
@@ -47,11 +38,7 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class PartRows:
-    """The exchange of a part's halo rows (:class:`~pyg_sar.exchange.rows.Exchange`).
-
-    Args:
-        plan: The part's halo plan.
-    """
+    """The exchange of a part's halo rows (:class:`~pyg_sar.exchange.rows.Exchange`)."""
 
     plan: HaloPlan
 
@@ -82,14 +69,7 @@ class Published:
     def write(
         self, out: Tensor, tensors: Sequence[Tensor], dtype: torch.dtype, how: Travel
     ) -> None:
-        """Fills the part's table with its rows of a dtype, as they travel.
-
-        Args:
-            out: ``[num_rows, width]``.
-            tensors: Node tensors ``[num_local, *]``.
-            dtype: Of the rows.
-            how: Their wire and scale.
-        """
+        """Fills the part's table ``[num_rows, width]`` with its rows of a dtype, as they travel."""
         layout, device = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors]), tensors[0].device
         with torch.no_grad():
             if how.wire.is_exact and device == out.device:
@@ -105,7 +85,10 @@ def published_rows(plan: HaloPlan) -> Published:
     if plan.agreed.published is None:
         comm: Any = plan.comm
         sends = [plan.send_rows(q).cpu() for q in range(plan.world_size)]
-        rows = _rows_to_publish(plan.num_local, sends, comm.host.store is not None)
+        waits = comm.host.store is not None
+        rows: Tensor | None = _by_readers(sends) if waits else torch.unique(torch.cat(sends))
+        if rows is not None and rows.numel() >= WHOLE * plan.num_local and not waits:
+            rows = None  # All are copied faster than most of them.
         count, positions = plan.num_local, sends
         if rows is not None:
             count, places = rows.numel(), torch.empty(plan.num_local, dtype=torch.long)
@@ -121,12 +104,6 @@ def published_rows(plan: HaloPlan) -> Published:
         plan.agreed.published = Published(rows, routes)
     found: Published = plan.agreed.published
     return found
-
-
-def _rows_to_publish(num_local: int, sends: Sequence[Tensor], waits: bool) -> Tensor | None:
-    """Which rows a part publishes; ``None``: all, which are copied faster than most of them."""
-    rows = _by_readers(sends) if waits else torch.unique(torch.cat(list(sends)))
-    return None if rows.numel() >= WHOLE * num_local and not waits else rows
 
 
 def _by_readers(sends: Sequence[Tensor]) -> Tensor:
@@ -198,13 +175,7 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
 
 
 class PartSource(RowSource):
-    """Own rows, then all halo rows.
-
-    Args:
-        plan: The halo plan.
-        tensors: Node tensors ``[num_local, *]``, detached.
-        how: How rows travel.
-    """
+    """Own rows, then all halo rows, of detached node tensors ``[num_local, *]``."""
 
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
         self.plan, self.tensors, self.how, self.label = plan, list(tensors), how, how.label
@@ -314,17 +285,11 @@ def _row_bytes(kinds: Sequence[tuple[torch.dtype, int]]) -> int:
 
 
 class PartSink(RowSink):
-    """Rows that were computed for the halo go to their owners, which add them up part by part.
-
-    Args:
-        plan: The halo plan.
-        totals: What the part's own rows are added up in, ``[num_local, *]``.
-        how: How rows travel.
-    """
+    """Rows that were computed for the halo go to their owners, which add them up part by part."""
 
     def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], how: Travel) -> None:
-        self.plan, self.totals, self.label = plan, list(totals), how.label
-        self.wire, self._merge = how.wire, how.merge
+        self.plan, self.totals, self.how = plan, list(totals), how
+        self.label, self.wire = how.label, how.wire
         self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in totals])
         self._packed: list[Tensor] = []
         self._take: Any = None
@@ -387,12 +352,7 @@ class PartSink(RowSink):
                     self.wire.landing(buffer).copy_(message)
                     self.wire.land(buffer)
                 buffers.append(buffer)
-            index, rows = plan.send_rows(src), self.layout.unpack(buffers)
-            if self._merge is not None:
-                self._merge(index, rows)
-                continue
-            for total, part in zip(self.totals, rows, strict=True):
-                add_distinct_rows(total, index, part)
+            self.how.take_in(self.totals, plan.send_rows(src), self.layout.unpack(buffers))
 
 
 def _return(

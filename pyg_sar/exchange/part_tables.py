@@ -45,12 +45,8 @@ class RowCache:
         gap: Runs with at most so many rows between them are read in one request.
 
     Attributes:
-        loaded: Halo rows that came from the file.
-        found: Halo rows that came from the cache.
+        loaded, found: Halo rows that came from the file, and from the cache.
         requests: Calls of ``read``.
-
-    Raises:
-        ValueError: When ``slots`` does not have the plan's number of rows.
     """
 
     def __init__(self, plan: RowPlan, slots: Tensor, read: Read, gap: int = 0) -> None:
@@ -65,32 +61,16 @@ class RowCache:
         self._next = 0
 
     def publish(self, part: int, rows: Tensor) -> None:
-        """Takes up the published rows of a part that the plan keeps.
-
-        Args:
-            part: The part.
-            rows: All rows that it publishes, of the shape ``[n, ...]``.
-
-        Raises:
-            ValueError: When they are not as many as the plan has, not of the slots' shape and
-                dtype, when they came before, or after the first gather.
-        """
+        """Takes up those of the rows that a part publishes, ``[n, ...]``, which the plan keeps."""
         self._check(rows, int(np.diff(self.plan.first)[part]), f"the rows of part {part}")
         if self._published[part] or self._next:
             raise ValueError(f"Part {part} publishes rows twice, or after the first gather")
         self._published[part] = True
         _move(rows, self.plan.publish_row[part], self.slots, self.plan.publish_slot[part])
 
-    def gather(self, part: int, out: Tensor) -> None:
-        """Fills the halo rows of the part whose turn it is, and takes up those that the plan keeps.
-
-        Args:
-            part: The part.
-            out: Memory for its halo rows, of shape ``[H, ...]``.
-
-        Raises:
-            ValueError: When ``out`` has another shape or dtype than the halo rows, when it is
-                another part's turn, or when rows of a part that the plan keeps were not published.
+    def gather(self, part: int, out: Tensor) -> int:
+        """Fills the halo rows ``[H, ...]`` of the part whose turn it is, and takes up those that
+        the plan keeps; returns how many came from the file.
         """
         if self._next == len(self.plan.turns) or part != self.plan.turns[self._next].part:
             raise ValueError(
@@ -108,6 +88,7 @@ class RowCache:
         _move(out, turn.enter_place, self.slots, turn.enter_slot)
         self.found += turn.found_slot.size
         self.loaded += turn.num_loaded
+        return turn.num_loaded
 
     def _load(self, turn: Turn, out: Tensor) -> None:
         sizes = turn.run_stop - turn.run_start
@@ -162,9 +143,6 @@ def exchange_rows(
 
     Returns:
         What to wait for, and by worker the tensors that come, which are there then.
-
-    Raises:
-        StoreError: There is no room for what is on its way.
     """
     outer, like = host.outer, next(iter(sends.values()))[0]
     width, row = like.size(1), like.size(1) * like.element_size()
@@ -243,30 +221,23 @@ class Routes:
         self.first, self.piece = [0, *accumulate(sizes)], piece
         self._plans: dict[int, StoredPlan] = {}
 
-    def has_plan(self, capacity: int) -> bool:
-        """True where the plan of a cache of so many rows was made."""
-        return capacity in self._plans
-
     def planning_bytes(self) -> int:
         """Bytes that planning takes at most, about: NumPy's, which the store does not count."""
         halo = sum(places.numel() for places in self.places.values())
         return PLANNING[0] * halo + PLANNING[1] * sum(self.sizes)
 
-    def plan(self, host: Host, capacity: int) -> StoredPlan:
+    def plan(self, host: Host, store: PartStore, capacity: int) -> StoredPlan:
         """The contents of a cache of so many rows, turn by turn. Made once."""
         found = self._plans.get(capacity)
         if found is None:
+            store.make_room(self.planning_bytes())
             found = self._plans[capacity] = StoredPlan(self, host, capacity)
+            store.count()  # Planning has given its memory back.
         return found
 
 
 class StoredPlan:
-    """The planned cache of a plan's published rows.
-
-    Args:
-        routes: Who reads what.
-        host: The process.
-        capacity: Rows that the cache holds.
+    """The planned cache, of so many rows, of a plan's published rows.
 
     Attributes:
         rows: The plan.
@@ -304,21 +275,10 @@ class StoredPlan:
 
 
 class Tables:
-    """Published rows of one pass, in memory.
-
-    Args:
-        host: The process.
-        routes: Who reads what.
-        kinds: Width and dtype of each message.
-        label: Whom the ledgers charge.
-    """
+    """Published rows of one pass, in memory; ``kinds`` are dtype and width of each message."""
 
     def __init__(
-        self,
-        host: Host,
-        routes: Routes,
-        kinds: Sequence[tuple[torch.dtype, int]],
-        label: Label,
+        self, host: Host, routes: Routes, kinds: Sequence[tuple[torch.dtype, int]], label: Label
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
@@ -374,10 +334,6 @@ class Tables:
         """True where a part may gather now."""
         return True
 
-    def loaded(self) -> tuple[int, int]:
-        """Rows that were read from the store so far, and their bytes."""
-        return 0, 0
-
     def in_place(self, part: int) -> tuple[list[Tensor], Tensor] | None:
         """All published rows of each message, and which of them are a part's halo rows.
 
@@ -394,14 +350,11 @@ class Tables:
         Returns:
             Rows that were read from the store, and their bytes.
         """
-        before = self.loaded()
         self._settle()
-        for number, out in enumerate(into):
-            self._gather(part, number, out)
-        rows, size = self.loaded()
-        found = rows - before[0], size - before[1]
+        loaded = [self._gather(part, number, out) for number, out in enumerate(into)]
         self._count()
-        return found
+        rows = max(loaded, default=0)  # of each message the same
+        return rows, rows * sum(self._row_bytes)
 
     def _count(self) -> None:
         self._gathered += 1
@@ -426,15 +379,17 @@ class Tables:
             for room, rows in zip(self._room(part), messages, strict=True):
                 room.copy_(rows)
 
-    def _gather(self, part: int, number: int, out: Tensor) -> None:
+    def _gather(self, part: int, number: int, out: Tensor) -> int:
+        """Fills a part's halo rows of a message; returns how many were read from the store."""
         rows, places = self._rows[number], self.routes.places[part]
         if out.device != rows.device:
             pin = out.device.type == "cuda"
             buffer = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
             torch.index_select(rows, 0, places, out=buffer)
             out.copy_(buffer, non_blocking=True)
-            return
-        torch.index_select(rows, 0, places, out=out)
+        else:
+            torch.index_select(rows, 0, places, out=out)
+        return 0
 
     def _close(self) -> None:
         store = self.host.store
@@ -445,16 +400,7 @@ class Tables:
 
 
 class StoredTables(Tables):
-    """Published rows of one pass in the store's file, beside a planned cache in memory.
-
-    Args:
-        host: The process.
-        routes: Who reads what.
-        kinds: Width and dtype of each message.
-        label: Whom the ledgers charge.
-        store: Where waiting parts are.
-        file: Its file of rows.
-    """
+    """Published rows of one pass in the store's file, beside a planned cache in memory."""
 
     def __init__(
         self,
@@ -468,22 +414,12 @@ class StoredTables(Tables):
         super().__init__(host, routes, kinds, label)
         self._store, self._file = store, file
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
-        planned = routes.has_plan(capacity)
-        if not planned:
-            store.make_room(routes.planning_bytes())
-        self.plan = routes.plan(host, capacity)
-        if not planned:
-            store.count()  # Planning has given its memory back.
+        self.plan = routes.plan(host, store, capacity)
         self._places: list[dict[int, int]] = [{} for _ in kinds]
         self._caches = []
         for number, (dtype, width) in enumerate(kinds):
             slots = store.take_slots((self.plan.rows.num_slots, width), dtype)
             self._caches.append(self._cache(number, slots))
-
-    def loaded(self) -> tuple[int, int]:
-        """Rows that were read from the store so far, and their bytes."""
-        rows = max((cache.loaded for cache in self._caches), default=0)  # of each message the same
-        return rows, rows * sum(self._row_bytes)
 
     def _cache(self, number: int, slots: Tensor) -> RowCache:
         first, row = self.plan.rows.first, self._row_bytes[number]
@@ -521,14 +457,14 @@ class StoredTables(Tables):
                 place = self._places[number][part] = self._file.allocate(data.numel())
                 self._file.write(place, data)
 
-    def _gather(self, part: int, number: int, out: Tensor) -> None:
+    def _gather(self, part: int, number: int, out: Tensor) -> int:
         order = self.plan.order[part]
         if order is None:
-            self._caches[number].gather(part, out)
-            return
+            return self._caches[number].gather(part, out)
         rows = torch.empty_like(out)
-        self._caches[number].gather(part, rows)
+        loaded = self._caches[number].gather(part, rows)
         out.index_copy_(0, order, rows)
+        return loaded
 
     def _close(self) -> None:
         for cache, places, row in zip(self._caches, self._places, self._row_bytes, strict=True):

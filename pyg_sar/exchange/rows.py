@@ -145,6 +145,14 @@ class Travel:
     in_flight: bool | None = True
     merge: Merge | None = None
 
+    def take_in(self, totals: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Takes in computed rows that came for some own rows, of each tensor."""
+        if self.merge is not None:
+            self.merge(index, rows)
+            return
+        for total, part in zip(totals, rows, strict=True):
+            add_distinct_rows(total, index, part)
+
 
 class Exchange(Protocol):
     """Units of rows, and the sources and sinks by which they come and go."""
@@ -186,14 +194,9 @@ class RowLayout:
         rows: Tensor | None,
         scale: Tensor | None = None,
     ) -> None:
-        """Writes rows of the tensors of a dtype side by side.
+        """Writes rows of the tensors of a dtype side by side into ``out [num_rows, width]``.
 
-        Args:
-            out: ``[num_rows, width]``.
-            tensors: The node tensors.
-            dtype: Of this message.
-            rows: Which rows; ``None``: the first ones.
-            scale: Multiplies rows, ``[num_local]``.
+        ``rows`` of ``None`` are the first ones; ``scale [num_local]`` multiplies them.
         """
         with torch.no_grad():
             for k, start, stop in self.groups[dtype]:

@@ -119,17 +119,10 @@ def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int
 def graph_moments(
     title: str, x: Tensor, batch: Tensor | None, batch_size: int | None, *, order: int = 2
 ) -> Moments:
-    """:func:`moments` for arguments as PyG's norms take them.
+    """:func:`moments` for arguments as PyG's norms take them; ``title`` is the norm, for messages.
 
     Without ``batch_size``, one more collective finds the number of graphs: one more than the
     largest entry of any worker.
-
-    Args:
-        title: The norm, for messages.
-        x: Node features ``[N, F]``.
-        batch: The graph of each node, ``[N]``.
-        batch_size: The number of graphs.
-        order: See :func:`moments`.
 
     Raises:
         ValueError: When ``x`` or ``batch`` doesn't fit.
@@ -194,12 +187,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        batch: Tensor | None,
-        size: int,
-        order: int,
-        comm: Communicator,
+        ctx: Any, x: Tensor, batch: Tensor | None, size: int, order: int, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, mean, variance = _merged(x.detach(), batch, size, order, comm)
         ctx.save_for_backward(x if order == 2 else None, batch, count, mean)
@@ -307,8 +295,7 @@ def standardise(
     Args:
         x: ``[N, F]``.
         shift: :math:`a`, ``[B, F]`` in float64.
-        scale: :math:`s`, broadcastable to ``[B, F]``; 1 by default.
-        offset: :math:`o`, broadcastable to ``[B, F]``; 0 by default.
+        scale, offset: :math:`s` and :math:`o`, broadcastable to ``[B, F]``; 1 and 0 by default.
         batch: The group of each row, ``[N]``; a single group by default.
         dtype: Of the result; by default that of ``x``.
     """

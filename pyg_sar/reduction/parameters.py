@@ -43,11 +43,8 @@ def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
-    """Returns every worker's rows on rank 0, in rank order, else nothing. Collective.
-
-    Args:
-        rows: ``[n_p, *]``, alike on all workers but for :math:`n_p`.
-        comm: The workers.
+    """Returns every worker's rows, ``[n_p, *]``, on rank 0, in rank order; else nothing.
+    Collective.
     """
     rows = rows.detach().contiguous()
     counts = [int(n) for n in comm.all_gather_object(rows.size(0))]
@@ -215,12 +212,10 @@ def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def check_tensors(
     named: Sequence[tuple[str, Tensor]], settings: Sequence[str], comm: Communicator
 ) -> None:
-    """Compares tensors, but for those of other lengths, and settings of layers. Collective.
+    """Compares tensors, but for those of other lengths, and settings of layers
+    (:func:`attribute_rows`). Collective.
 
-    Args:
-        named: Tensors with names for errors; the same number of them on all workers.
-        settings: As :func:`attribute_rows` gives them.
-        comm: The workers.
+    Tensors come with names for errors, the same number of them on all workers.
 
     Raises:
         ValueError: on every worker, when some differ (:func:`reconcile`).
@@ -377,11 +372,7 @@ def wrapper_of(model: torch.nn.Module) -> str | None:
 
 
 def refuse_wrapped(model: torch.nn.Module) -> None:
-    """Refuses a second summation of gradients around, or in, a distributed model.
-
-    Raises:
-        ValueError: When there is one.
-    """
+    """Raises ``ValueError`` where a distributed model's gradients are summed by others as well."""
     name = wrapper_of(model)
     if name is not None:
         raise ValueError(

@@ -115,10 +115,8 @@ def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
 def _reserve(
     path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], comm: Communicator
 ) -> tuple[TemporaryFolder | None, Path, int]:
-    """Has rank 0 make the hidden file, and returns where it is. Collective.
-
-    Returns:
-        At rank 0 the folder that it is in; its name; where its rows begin.
+    """Has rank 0 make the hidden file; returns at rank 0 the folder that it is in, its name, and
+    where its rows begin. Collective.
     """
     made: list[Any] = ["", 0, None]
     folder = None

@@ -116,9 +116,7 @@ class Order:
     """
 
     def __init__(
-        self,
-        found: Tensor | Callable[[], Tensor | None] | None,
-        recipe: Recipe | None = None,
+        self, found: Tensor | Callable[[], Tensor | None] | None, recipe: Recipe | None = None
     ) -> None:
         self._found = found
         self.recipe = recipe
@@ -294,7 +292,11 @@ def dist_index(
 
 
 def dist_edge_index(
-    edge_index: Tensor, plan: HaloPlan, dist_row: int = 0, targets: int | None = None
+    edge_index: Tensor,
+    plan: HaloPlan,
+    dist_row: int = 0,
+    targets: int | None = None,
+    by_content: bool = False,
 ) -> DistEdgeIndex:
     """Wraps edges ``[2, E]`` in the index space of ``plan``.
 
@@ -304,6 +306,7 @@ def dist_edge_index(
         dist_row: The row of the sources.
         targets: This worker's nodes of the targets' type where that is not the sources' type
             (a bipartite relation). ``None``: sources and targets are the same nodes.
+        by_content: They are found again by what they hold, or derived from such.
 
     Raises:
         ValueError: When the shape is not ``[2, E]``.
@@ -316,7 +319,7 @@ def dist_edge_index(
         )
     out = edge_index.as_subclass(DistEdgeIndex)
     out.plan, out.targets, out.dist_row = plan, targets, dist_row
-    out.memory = OrderedDict()
+    out.memory, out.by_content = OrderedDict(), by_content
     return out
 
 
@@ -361,8 +364,8 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     if places is not None:
         order = Order(lambda: _moved(places.find(), device), places.recipe)
     if isinstance(source, DistEdgeIndex):
-        copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
-        copy.by_content = source.by_content
+        place = source.dist_row, source.targets, source.by_content
+        copy = dist_edge_index(out, plan, *place).ordered(order)
         copy.origin = source if plan is source.plan else None
         copy.partial = source.partial
         return copy
@@ -412,11 +415,8 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
 class Selections:
     """Edges selected from a tensor earlier, found again by the same or by equal columns.
 
-    Relational layers select the edges of each relation by a mask that they make anew in each
-    pass. As many edges are remembered as there are in a few copies of the whole.
-
-    Args:
-        num_edges: Edges that may be selected.
+    Relational layers select the edges of each relation by a mask that they make anew in each pass.
+    As many edges are remembered as there are in a few copies of the whole.
     """
 
     def __init__(self, num_edges: int) -> None:

@@ -206,7 +206,7 @@ def draw(
     order: Callable[[], Tensor] | None = None,
     mask: bool = False,
 ) -> Tensor:
-    """Returns rows ``ids`` of a random tensor of shape ``[total, *rest]``.
+    """Returns rows ``ids`` of a random tensor of shape ``[total, *rest]``: ``[n, *rest]``.
 
     Args:
         fill: What the tensor is filled with.
@@ -218,9 +218,6 @@ def draw(
         draws: In which strength.
         order: Returns :func:`ascending` of the ids, where somebody keeps it.
         mask: Return which are not 0 instead, as bool.
-
-    Returns:
-        ``[n, *rest]``.
 
     Raises:
         ValueError: When ``'same'`` would hold more bytes at once than ``draws.limit``.
@@ -279,10 +276,7 @@ def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key
 def pieces(total: int, width: int, values: int = 0) -> Iterator[tuple[int, int]]:
     """Returns the first row of each piece, and the row after its last. See [Note: pieces].
 
-    Args:
-        total: Rows.
-        width: Values of a row.
-        values: Of a piece; 0: as many as are drawn at once by default.
+    ``values`` are those of a piece; 0: as many as are drawn at once by default.
     """
     rows = max((values or _PIECE) // (max(width, 1) * _BLOCK), 1) * _BLOCK
     first = 0
@@ -301,16 +295,9 @@ def drawn_rows(
     total: int,
     device: torch.device,
 ) -> Tensor:
-    """Returns rows ``ids`` of what ``make([total, *rest])`` draws: ``[n, *rest]``.
+    """Returns rows ``ids`` of what ``make([total, *rest])`` draws from PyTorch's generator.
 
     All rows are drawn, a piece at a time where that gives the same numbers. See [Note: pieces].
-
-    Args:
-        make: Draws a tensor of a shape from PyTorch's generator.
-        rest: The shape of a row.
-        ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
-        total: Rows of the whole tensor.
-        device: Where it is drawn.
     """
     if not _goes_in_pieces(make, rest, total, device):
         return make([total, *rest]).index_select(0, ids)
@@ -344,25 +331,12 @@ def bernoulli_rows(
     dtype: torch.dtype,
     order: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``, as bool.
+    r"""Returns rows ``ids`` of ``torch.empty([total, *rest], dtype=dtype).bernoulli_(p)``, as bool;
+    arguments are those of :func:`draw`.
 
     A kernel passes over what belongs to other rows, where PyTorch draws as the kernel does: a value
-    takes two words :math:`a, b` of 32 bits of a Mersenne twister, and is true where
-    :math:`((2^{32} a + b) \\bmod 2^{53}) / 2^{53} < p`. Elsewhere :func:`drawn_rows` draws them.
-
-    Args:
-        p: The probability, in [0, 1].
-        rest: The shape of a row.
-        ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
-        total: Rows of the whole tensor.
-        dtype: Of the tensor that one process fills.
-        order: Returns :func:`ascending` of the ids, where somebody keeps it.
-
-    Returns:
-        ``[n, *rest]``, bool.
-
-    Raises:
-        RuntimeError: An id is not in ``[0, total)``.
+    takes two words :math:`a, b` of 32 bits of a Mersenne twister, and is true where :math:`((2^{32}
+    a + b) \bmod 2^{53}) / 2^{53} < p`. Elsewhere :func:`drawn_rows` draws them.
     """
     if not _is_mersenne_twister(dtype) or ids.numel() >= 2**31:
         make = lambda shape: torch.empty(shape, dtype=dtype).bernoulli_(p)  # noqa: E731
@@ -432,14 +406,8 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Returns four words of random bits for each counter.
-
-    Args:
-        counter: Four int64 tensors whose shapes broadcast, of values in :math:`[0, 2^{32})`.
-        key: Two numbers in :math:`[0, 2^{32})`.
-
-    Returns:
-        Four int64 tensors of values in :math:`[0, 2^{32})`.
+    """Returns four words of random bits, int64 of values in :math:`[0, 2^{32})`, for each counter,
+    of four such tensors whose shapes broadcast.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -453,10 +421,10 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
 
 
 def philox_rows(ids: Tensor, width: int, key: int, *, native: bool | None = None) -> Tensor:
-    r"""Returns a row of random words for each id: a function of the id, the place and the key.
+    """Returns a row of random words for each id: a function of the id, the place and the key.
 
-    Words 4 b to 4 b + 3 of a row are those of the counter (low word of the id, high word of the
-    id, b, 0).
+    Words 4 b to 4 b + 3 of a row are those of the counter (low word of the id, high word of the id,
+    b, 0).
 
     Args:
         ids: ``[n]``, int64, not negative.
@@ -466,9 +434,6 @@ def philox_rows(ids: Tensor, width: int, key: int, *, native: bool | None = None
 
     Returns:
         ``[n, width]``, int64, of values in :math:`[0, 2^{32})`.
-
-    Raises:
-        RuntimeError: The kernel was asked for and is missing.
     """
     halves = key & _ALL_BITS, (key >> 32) & _ALL_BITS
     if use_kernel(native, ids.device.type == "cpu" and ids.dtype == torch.int64):

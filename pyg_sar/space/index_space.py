@@ -101,9 +101,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     """Other edges in the same space."""
-    out = dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
-    out.by_content = source.by_content
-    return derived(out, source)
+    place = source.dist_row, source.targets, source.by_content
+    return derived(dist_edge_index(edge_index, source.plan, *place), source)
 
 
 def _only_loops_left_out(source: DistEdgeIndex, columns: Any) -> bool:
@@ -251,9 +250,8 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
         raise refuse_partial("Turning edges round")
 
     def make() -> Any:
-        rows, other = plain(source).flip(0), 1 - source.dist_row
-        out = dist_edge_index(rows, source.plan, other, source.targets)
-        out.by_content = source.by_content
+        place = 1 - source.dist_row, source.targets, source.by_content
+        out = dist_edge_index(plain(source).flip(0), source.plan, *place)
         return out.ordered(source.places)
 
     return source.remember("flip", make)
@@ -273,8 +271,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
-        edges = dist_edge_index(joined, base.plan, place, base.targets)
-        edges.by_content = base.by_content
+        edges = dist_edge_index(joined, base.plan, place, base.targets, base.by_content)
         return other, derived(edges.ordered(base.places), base, known=False)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]

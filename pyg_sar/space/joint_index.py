@@ -69,13 +69,11 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def set_shifted_row(edges: Any, key: Any, value: Any, refuse: Any) -> None:
-    """``edge_index[0] += offset``, of which Python calls this with the shifted row.
+    """``edge_index[0] += offset`` of the caller's own edges (a clone): Python calls this with the
+    shifted row, or a plain row of targets.
 
-    Args:
-        edges: A relation's edges, of the caller's own (a clone).
-        key: The row's number, or ``(number, slice(None))``.
-        value: A :class:`ShiftedRow`, or a plain row of targets.
-        refuse: What to raise for anything else.
+    ``key`` is the row's number, or ``(number, slice(None))``; for anything else it raises
+    ``refuse``.
     """
     if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None):
         key = key[0]
@@ -156,9 +154,8 @@ def _joined(parts: Sequence[ShiftedEdges], targets: Sequence[Tensor]) -> DistEdg
     rows = [torch.cat(sources), torch.cat(list(targets))]
     place = parts[0].dist_row
     joined = torch.stack(rows if place == 0 else rows[::-1])
-    out = dist_edge_index(joined, plan, place, least)
-    out.by_content = any(part.origin.by_content for part in parts)
-    return out
+    by_content = any(part.origin.by_content for part in parts)
+    return dist_edge_index(joined, plan, place, least, by_content)
 
 
 def _end(part: ShiftedEdges, targets: Tensor) -> int:
@@ -196,9 +193,8 @@ def widened(edge_index: DistEdgeIndex, sources: int, targets: int) -> DistEdgeIn
         rows = plain(edge_index).clone()
         ids = rows[edge_index.dist_row]
         ids[ids >= plan.num_local] += more
-        out = dist_edge_index(rows, plan.widened(sources), edge_index.dist_row, targets)
-        out.by_content = edge_index.by_content
-        return out
+        place = edge_index.dist_row, targets, edge_index.by_content
+        return dist_edge_index(rows, plan.widened(sources), *place)
 
     found: DistEdgeIndex = edge_index.remember(("widened", sources, targets), make)
     return found

@@ -30,12 +30,7 @@ def sampled_pairs(
 ) -> tuple[DistEdgeIndex, Tensor, int]:
     """Draws pairs of nodes that are not edges of the whole graph. Collective.
 
-    See :func:`pyg_sar.nn.negative_sampling`.
-
-    Args:
-        edge_index: Of a graph of one node type, not flipped.
-        num_neg_samples: See there; the same on every worker.
-        force_undirected: See there.
+    See :func:`pyg_sar.nn.negative_sampling`. The graph is of one node type, and not flipped.
 
     Returns:
         The pairs whose target this worker owns, with their own halo; where they stand in the list
@@ -136,14 +131,8 @@ def _own_pairs(
 ) -> DistEdgeIndex:
     """Returns the pairs whose target this worker owns, in its numbering, with a halo plan.
 
-    All workers know all pairs, so each knows who needs which of its rows: nothing is sent.
-
-    Args:
-        pairs: Global ids of sources and targets of all pairs ``[2, K]``.
-        place: Which of them have a target here.
-        owner: The rank of each node.
-        plan: The plan of the graph's edges.
-        n_id: Global ids of the own nodes.
+    All workers know all pairs, global ids ``[2, K]``, and the rank of each node, so each knows who
+    needs which of its rows: nothing is sent. Those in ``place`` have a target here.
     """
     total = owner.numel()
     at_source, at_target = owner[pairs[0]].long(), owner[pairs[1]].long()

@@ -50,11 +50,7 @@ def derived(edges: Any, source: Any, *, known: bool = True) -> Any:
 
 
 def inner(edge_index: DistEdgeIndex, sources: int) -> DistEdgeIndex:
-    """The edges as a layer aggregates over them.
-
-    Args:
-        edge_index: Partial edges.
-        sources: The row that holds the layer's sources.
+    """Partial edges as a layer aggregates over them, whose sources are in the row ``sources``.
 
     Raises:
         DistributedIndexError: When the layer sends messages from targets to sources.
@@ -63,8 +59,8 @@ def inner(edge_index: DistEdgeIndex, sources: int) -> DistEdgeIndex:
         raise refuse_partial("Messages from targets to sources")
 
     def make() -> DistEdgeIndex:
-        edges = dist_edge_index(plain(edge_index), edge_index.plan, sources)
-        edges.by_content = edge_index.by_content
+        rows, content = plain(edge_index), edge_index.by_content
+        edges = dist_edge_index(rows, edge_index.plan, sources, by_content=content)
         return edges.ordered(edge_index.places)
 
     found: DistEdgeIndex = edge_index.remember("inner", make)

@@ -115,10 +115,7 @@ class Block(Protocol):
 def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Segments:
     """Segments without empty ones, of the edges from ``offsets[0]`` to ``offsets[-1]``.
 
-    Args:
-        source: The rows of these edges.
-        offsets: Where each target's edges begin, also of those that have none, ``[N + 1]``.
-        edges: The edges' numbers.
+    ``offsets`` are where each target's edges begin, also of those that have none, ``[N + 1]``.
     """
     first = offsets[:-1]
     occurs = offsets[1:] > first
@@ -129,13 +126,8 @@ def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Se
 
 
 def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int) -> Segments:
-    """Any edges as kernels take them, numbered as they are given.
-
-    Args:
-        source: The row that each edge reads, ``[E]``, below ``num_rows``.
-        target: The row that it adds to, ``[E]``, below ``num_targets``.
-        num_rows: Rows that are read.
-        num_targets: Rows that are added to.
+    """Any edges as kernels take them, numbered as they are given: each reads a row, ``[E]`` below
+    ``num_rows``, and adds to one below ``num_targets``.
     """
     order, offsets = sort_edges(target, num_targets, sort_edges(source, num_rows)[0])
     narrow = max(num_rows, source.numel()) < 2**31
@@ -148,11 +140,9 @@ class EdgeRun:
 
     Args:
         unit: The unit of the exchange that serves it.
-        source: The row that each edge reads, ``[E]``, below ``num_rows``.
-        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        source, target: The rows that each edge reads, and adds to, ``[E]``.
         numbers: The number of each edge in a worker's list of edges, if they will be asked for.
-        num_rows: Rows that are read.
-        num_targets: Rows that are added to.
+        num_rows, num_targets: Rows that are read, and added to.
         by_source: Which of both is made at once.
     """
 
@@ -190,11 +180,7 @@ class EdgeRun:
         return self._sorted(by_source=False, numbered=True)
 
     def transposed(self, numbered: bool = False) -> Segments:
-        """The edges by source.
-
-        Args:
-            numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
-        """
+        """The edges by source; ``numbered``: with their places in the run."""
         return self._sorted(by_source=True, numbered=numbered)
 
     def tiles(self, max_edges: int) -> Iterator[Tile]:
@@ -234,12 +220,7 @@ def empty_tile(device: torch.device) -> Tile:
 
 
 class Shard:
-    """One shard of a :class:`Shards`: a block.
-
-    Args:
-        shards: All of them.
-        unit: The unit that its sources come in.
-    """
+    """One shard of a :class:`Shards`, a block, whose sources come in a unit."""
 
     def __init__(self, shards: Shards, unit: int) -> None:
         self._shards, self.unit = shards, unit
@@ -285,16 +266,13 @@ class Shard:
 
 
 class Shards:
-    r"""The edges of one worker as shards.
+    """The edges of one worker, with local targets, as shards.
 
     Shard 0 holds those from its own nodes, shard u those from the owner of unit u
     (:class:`~pyg_sar.exchange.halo.HaloPlan`); where a process hosts several parts, shard 1 those
     from all halo nodes (``exchange/part_rows.py``).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
-
-    Args:
-        edge_index: Distributed edges ``[2, E]`` with local targets.
 
     Attributes:
         in_degree: Edges into each target node, ``[num_targets]``.

@@ -64,13 +64,11 @@ class PartStore:
     """Keeps the tensors of waiting parts, and rows that they publish, within a budget of memory.
 
     Args:
-        parts: Parts of this process.
-        all_parts: Parts of the graph.
+        parts, all_parts: Parts of this process, and of the graph.
         memory: Bytes that this process may take beyond what it has now, with all libraries loaded.
         directory: Where its files lie; ``None``: nothing can be moved out.
 
     Attributes:
-        memory: Bytes that may be taken.
         rows: The file of published rows, if there is a directory.
         cache_bytes: Bytes of the cache of one pass.
 
@@ -201,10 +199,7 @@ class PartStore:
 
     @contextmanager
     def unpaged(self, size: int = 0) -> Iterator[None]:
-        """Makes tensors that the system reads or writes, or that all parts use.
-
-        Args:
-            size: Their bytes, which the pager makes room for.
+        """Makes tensors, of ``size`` bytes, that the system reads or writes, or that all parts use.
 
         Raises:
             StoreError: There is no room.
@@ -366,9 +361,7 @@ def _wrapped(kind: Any, rows: Any, axis: int, local: Tensor) -> Tensor:
 class _Saved:
     """Holds the tensor that one call has saved, or its bits.
 
-    Args:
-        tensor: What PyTorch would save.
-        sign: Only whether a number is above 0 matters; else the tensor has 0 and one other value.
+    ``sign``: only whether a number is above 0 matters; else the tensor has 0 and one other value.
     """
 
     __slots__ = (
@@ -424,10 +417,8 @@ class _Saved:
         return tensor.nbytes
 
     def whole(self) -> Tensor:
-        """The tensor, or one with the same answers.
-
-        Raises:
-            RuntimeError: It was changed in place since it was saved.
+        """The tensor, or one with the same answers; ``RuntimeError``: it was changed in place
+        since.
         """
         if self._bits is None:
             tensor = self._tensor

@@ -49,10 +49,7 @@ def open_unnamed(directory: str | os.PathLike[str]) -> int:
 
 
 class RowFile:
-    """A file of runs of bytes.
-
-    Args:
-        directory: Where it lies.
+    """A file of runs of bytes in a directory.
 
     Attributes:
         bytes_read, bytes_written: By requests, in whole blocks.
@@ -83,10 +80,8 @@ class RowFile:
         return True
 
     def allocate(self, size: int) -> int:
-        """Returns the place of ``size`` bytes, a multiple of a block.
-
-        Raises:
-            StoreError: The disk is full.
+        """Returns the place of ``size`` bytes, a multiple of a block; ``StoreError``: the disk is
+        full.
         """
         size = _blocks(size)
         if self._free[size]:
@@ -136,12 +131,8 @@ class RowFile:
         self._forget(first, out.numel())
 
     def move(self, size: int, place: int, write: bool) -> None:
-        """Moves the buffer's first bytes, by as many calls as the system takes for them.
-
-        Args:
-            size: Whole blocks, at most :data:`BUFFER` bytes.
-            place: Of the file, in whole blocks.
-            write: From the buffer to the file; else from the file to the buffer.
+        """Moves the buffer's first bytes, whole blocks, to or from a place of the file, by as many
+        calls as the system takes for them.
         """
         done, begin = 0, time.perf_counter_ns()
         while done < size:

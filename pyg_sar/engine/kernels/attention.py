@@ -40,7 +40,7 @@ hence one cover for both.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -89,10 +89,8 @@ class SoftmaxAttention(Kernel):
             what a subclass takes); ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by
             column of ``edge_index``. ``drop_key``: which heads of each edge are kept,
             ``[E, 1]``; ``None``: the seed tells.
-        schedule: The way through the edges.
-        policy: Its mode and prefetch depth.
-        name: The layer's name, for the ledger.
-        title: The layer and the rank, for messages.
+        schedule, policy: The way through the edges; mode and prefetch depth.
+        name, title: Of the layer: for the ledger, and with the rank for messages.
         sent: ``drop_key`` of pushed edges, by unit from 1 on, of the forward and of the backward
             pass.
     """
@@ -224,10 +222,6 @@ class SoftmaxAttention(Kernel):
         return replace(own, query=query, drop_key=key, seed=self.seeds[peer])
 
 
-def _queries(given: Any) -> list[Tensor]:
-    return [] if given.query is None else [given.query]
-
-
 class AttentionForward(Pass):
     """Adds blocks to the states of own targets, and to states for peers.
 
@@ -246,7 +240,8 @@ class AttentionForward(Pass):
         self.sources = [tensors[name] for name in kernel.source_names]
         if kernel.schedule.forward[0].there:
             self._own = _widened(given)
-            self.slots, self.state = _queries(given), kernel.start(given)
+            self.slots = [] if given.query is None else [given.query]
+            self.state = kernel.start(given)
             self.answers = [self.state.acc, self.state.maximum, self.state.normaliser]
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
@@ -392,14 +387,8 @@ def _zeros(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def row_bytes(attention: Attention, mode: int) -> tuple[Costs, Costs]:
-    """Bytes of a pulled row and of a pushed slot, forward and backward. See [Note: law of bytes].
-
-    Args:
-        attention: For its shapes and dtypes.
-        mode: The policy's mode, 1 or 2.
-
-    Returns:
-        ``(pulled, pushed)`` of the forward pass, and of the backward pass.
+    """Bytes of a pulled row and of a pushed slot, of the forward and of the backward pass. See
+    [Note: law of bytes].
     """
     narrow, wide = attention.value.element_size(), wide_dtype(attention.value.dtype).itemsize
     heads, channels = attention.value.shape[1:]
@@ -415,53 +404,32 @@ def row_bytes(attention: Attention, mode: int) -> tuple[Costs, Costs]:
     return forward, ((3 - mode) * pull, there + query * wide)
 
 
-@dataclass(frozen=True, slots=True)
-class Covers:
-    """How the edges between workers are split for each pass; ``None`` where all rows are pulled.
-
-    See [Note: a cover for each pass].
-    """
-
-    forward: SplitEdges | None = None
-    backward: SplitEdges | None = None
-
-
 def covers_of(
     edge_index: DistEdgeIndex, attention: Attention, policy: SARPolicy, record: bool
-) -> Covers:
-    """The covers for an attention.
+) -> tuple[SplitEdges | None, SplitEdges | None]:
+    """How the edges between workers are split for each pass; ``None`` where all rows are pulled.
 
-    All workers call this together.
-
-    Args:
-        edge_index: Distributed edges.
-        attention: For its shapes and dtypes.
-        policy: Its mode.
-        record: Whether a backward pass may follow.
+    See [Note: a cover for each pass]. ``record``: a backward pass may follow. All workers call this
+    together.
     """
     forward, backward = row_bytes(attention, policy.mode)
     numbered = attention.p > 0
     if policy.mode > 1:
         both = nearest_costs(forward[0] + backward[0], forward[1] + backward[1])
         split = split_edges(edge_index, both, None, numbered=numbered)
-        return Covers(split, split)
+        return split, split
     there = split_edges(edge_index, nearest_costs(*forward), None, numbered=numbered)
     if not record:
-        return Covers(there)
+        return there, None
     costs, by_source = nearest_costs(*backward), attention.score.by_source
     near = ALL_PUSHED if by_source else None
     back = split_edges(edge_index, costs, near, numbered=numbered, by_source=by_source)
-    return Covers(there, back)
+    return there, back
 
 
 def _dropout_seeds(comm: Communicator, attention: Any) -> list[int]:
-    """The workers' seeds: whether a weight is dropped is the same at either end of an edge.
-
-    All workers call this together.
-
-    Args:
-        comm: Their communicator.
-        attention: For its dropout, whose seed is this worker's.
+    """The workers' seeds, of which the attention has this one's: whether a weight is dropped is the
+    same at either end of an edge. All workers call this together.
     """
     if attention.p == 0:
         return [0] * comm.world_size

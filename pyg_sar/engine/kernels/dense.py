@@ -41,13 +41,7 @@ QUERIES, KEYS = 256, 1024
 
 
 class AllRows(HaloPlan):
-    """The plan by which every worker needs every row of every other.
-
-    Args:
-        comm: The communicator.
-        counts: Rows of each worker.
-        device: Where the rows are.
-    """
+    """The plan by which every worker needs every row of every other, of which each has so many."""
 
     def __init__(self, comm: Communicator, counts: list[int], device: torch.device) -> None:
         own, rank = counts[comm.rank], comm.rank
@@ -66,27 +60,6 @@ class AllRows(HaloPlan):
                 counts=dict(enumerate(counts)),
                 index={},
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _AllPairs:
-    """A block of all pairs of an owner's nodes and the worker's own."""
-
-    unit: int
-
-    @property
-    def segments(self) -> Any:
-        """Pairs are not listed."""
-        raise NotImplementedError("Attention over all nodes has no list of edges")
-
-    columns = segments
-    by_source = None
-
-    def transposed(self, numbered: bool = False) -> Any:
-        """Pairs are not listed."""
-        raise NotImplementedError("Attention over all nodes has no list of edges")
-
-    tiles = transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +100,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class DenseAttention(Kernel):
-    """Attention among all nodes; its inputs are ``q, k, v [n, heads, d]``, sorted by graph.
-
-    Args:
-        name: The layer's name, for the ledger.
-        plan: All rows.
-        call: The rest.
-        prefetch: Units fetched ahead, 0 or 1.
-    """
+    """Attention among all nodes; its inputs are ``q, k, v [n, heads, d]``, sorted by graph."""
 
     reads_output = True
     second_derivative = "are not there: its keys are streamed; compute them on one process"
@@ -142,7 +108,7 @@ class DenseAttention(Kernel):
     def __init__(self, name: str, plan: AllRows, call: _Call, prefetch: int) -> None:
         self.name, self.call, self.prefetch = name, call, prefetch
         self.title = f"Attention over all nodes at rank {plan.rank}"
-        blocks: Any = [_AllPairs(unit) for unit in range(plan.world_size)]
+        blocks: Any = range(plan.world_size)  # of all pairs of an owner's nodes and the own ones
         stages = (Stage(HaloRows(plan), blocks),)
         self.schedule = Schedule(plan, call.graph, stages, stages)
 

@@ -54,12 +54,7 @@ Outputs = Callable[[Tile, Sequence[Any]], list[Tensor]]
 
 
 class Streamed(NamedTuple):
-    """Derivatives of the gradients of a kernel that goes over edges.
-
-    Attributes:
-        edges: The kernel's edges.
-        policy: Of its layer.
-    """
+    """Derivatives of the gradients of a kernel that goes over edges, with its layer's policy."""
 
     edges: DistEdgeIndex
     policy: SARPolicy
@@ -144,15 +139,9 @@ def _leaves(tensors: Iterable[Tensor], recorded: bool) -> list[Tensor]:
 
 
 class Directional(Messages):
-    """The gradient of S of one kernel's call. See the top of the module.
+    """The gradient of S, by chunks, of one kernel's call. See the top of the module.
 
     Its inputs are ``program``'s operands, then the layer's parameters.
-
-    Args:
-        program: S of a chunk.
-        kernel: Whose second derivatives these are.
-        derivatives: Of its gradients.
-        schedule: The chunks.
     """
 
     def __init__(
@@ -190,8 +179,7 @@ class _Program(EdgeProgram):
     """S of a chunk's targets, ``[U]``: their sum, in the first place.
 
     Args:
-        layer: Whose parameters the kernel's outputs depend on.
-        outputs: These.
+        layer, outputs: The kernel's outputs, and the layer whose parameters these depend on.
         operands: The kernel's inputs, the gradients of its outputs, then the directions.
         numbers: Which of the inputs, and behind them of the layer's parameters, have a direction.
         roles: Of the kernel's inputs.

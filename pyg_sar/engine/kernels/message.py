@@ -80,8 +80,7 @@ class Messages(Kernel):
     Its inputs are the message's operands, then the layer's parameters that want a gradient.
 
     Args:
-        program: The message.
-        decomposition: The aggregation.
+        program, decomposition: The message, and the aggregation.
         needs: The analysis' findings.
         schedule: The way through the edges.
         policy: Its mode: 1 makes graphs again, 2 keeps them.

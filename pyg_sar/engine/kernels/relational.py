@@ -70,23 +70,9 @@ class RelationalTerms:
         return {n: t for n in names if (t := getattr(self, n)) is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Relation:
-    """A relation's edges: their columns of the whole ``edge_index``, and their shards."""
-
-    columns: Tensor
-    shards: Shards
-
-
 class RelationalAttention(SoftmaxAttention):
-    """One call of a layer. Made by all workers together.
-
-    Args:
-        terms: Scores and values; ``x`` of this worker's nodes.
-        edge_index: The edges.
-        policy: Its mode and prefetch depth.
-        name: The layer's name, for the ledger.
-        title: The layer and the rank, for messages.
+    """One call of a layer, of which ``terms`` has ``x`` of this worker's nodes. Made by all workers
+    together.
 
     Raises:
         IndexError: An edge is of no relation.
@@ -109,13 +95,14 @@ class RelationalAttention(SoftmaxAttention):
                 f"{title}: expected 'edge_type' in [0, {count}) (got {int(kinds.min())} to "
                 f"{int(kinds.max())})"
             )
-        self._relations = []
+        # Of each relation, its edges' columns of the whole ``edge_index``, and their shards.
+        self._relations: list[tuple[Tensor, Shards]] = []
         for relation in range(count):
             # Found again in later passes by the mask's content.
             edges: Any = edge_index[:, kinds == relation]
             columns = (kinds == relation).nonzero().view(-1)
-            self._relations.append(_Relation(columns, shards_of(edges)))
-        schedule = by_shards(self._relations[0].shards)
+            self._relations.append((columns, shards_of(edges)))
+        schedule = by_shards(self._relations[0][1])
         super().__init__(terms, schedule, policy, name, title)
 
     def start(self, given: Any) -> AttentionState:
@@ -125,8 +112,8 @@ class RelationalAttention(SoftmaxAttention):
 
     def add(self, state: AttentionState, given: Any, block: Block, rows: UnitRows) -> None:
         (every,) = rows.tensors
-        for number, relation in enumerate(self._relations):
-            edges = relation.shards.blocks[block.unit].segments
+        for number, (_, shards) in enumerate(self._relations):
+            edges = shards.blocks[block.unit].segments
             if edges.source.numel() == 0:
                 continue
             used = torch.zeros(every.size(0), dtype=torch.bool, device=every.device)
@@ -146,9 +133,9 @@ class RelationalAttention(SoftmaxAttention):
         rows: UnitRows,
     ) -> None:
         (every,) = rows.tensors
-        for number, relation in enumerate(self._relations):
+        for number, (_, shards) in enumerate(self._relations):
             numbered = given.edge_attr is not None or given.p > 0
-            edges = relation.shards.blocks[block.unit].transposed(numbered)
+            edges = shards.blocks[block.unit].transposed(numbered)
             if edges.source.numel() == 0:
                 continue
             x = every if edges.targets is None else every.index_select(0, edges.targets)
@@ -187,8 +174,8 @@ class RelationalAttention(SoftmaxAttention):
         )
 
     def _columns(self, number: int, unit: int) -> Tensor:
-        relation = self._relations[number]
-        return relation.columns[relation.shards.blocks[unit].columns]
+        columns, shards = self._relations[number]
+        return columns[shards.blocks[unit].columns]
 
     @staticmethod
     def _gradients(sums: dict[str, Tensor], shard: Attention, number: int) -> AttentionGradients:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyg_sar.engine.cuts import SplitEdges
 from pyg_sar.engine.derivatives import Derivatives
+from pyg_sar.engine.reducers import check_found_again
 from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
@@ -40,10 +41,8 @@ class Sums(Kernel):
     Its inputs are the rows ``x [num_local, F]`` and, where edges have weights, these ``[E]``.
 
     Args:
-        name: The layer's name, for the ledger.
-        title: The layer and the rank, for messages.
-        prefetch: Units fetched ahead, 0 or 1.
-        wire: How rows travel.
+        name, title: Of the layer: for the ledger, and with the rank for messages.
+        prefetch, wire: Units fetched ahead, 0 or 1; how rows travel.
         kinds: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
         needs_sources: The backward pass reads source rows: of extrema, and where weights want a
             gradient.
@@ -362,7 +361,7 @@ class SumsBackward(Pass):
     def finish(self) -> list[Tensor | None]:
         """The gradients of the rows and of the weights."""
         for extremum in self._extrema:
-            extremum.check()
+            check_found_again(extremum.missing, extremum.best)
         total = self.returned[0] if self.returned else None
         found: list[Any] = [total, self._weight_total]
         return found[: len(self._wanted)]
@@ -371,19 +370,11 @@ class SumsBackward(Pass):
 class Extremum:
     r"""The backward pass of :math:`out_i = \max_e x_{s(e)}` (or minimum), 0 without in-edges.
 
-    All :math:`k` rows that reach the extremum, on whichever worker, get :math:`g_i / k`, or
-    :math:`g_i / (k + 1)` where it is 0: the gradient of PyG's ``scatter_reduce``, which counts the
-    zero that its output began with among the winners. Where an in-edge's row is NaN, so is the
-    extremum; nobody reaches it, and the gradient of all in-edges is :math:`0 \cdot g_i / 0`, NaN.
-
-    Args:
-        gradient: Of the extrema ``[num_targets, F]``.
-        best: These.
-        ties: How many rows reach them.
+    See :class:`~pyg_sar.engine.reducers.ExtremumReducer`. ``ties`` is how many rows reach the
+    extrema, ``best``.
 
     Attributes:
         gradient: Of each row that reaches the extremum.
-        best: See above.
         missing: How many of those that reached it have not been found again, ``[]``.
     """
 
@@ -403,15 +394,6 @@ class Extremum:
         self.missing = self.missing - found
         if self._nowhere is not None:  # The kernel gives a share to those that reach it only.
             add_gathered(into, self._nowhere, edges, None)
-
-    def check(self) -> None:
-        """Raises ``RuntimeError`` where an extremum was not found again."""
-        if float(self.missing) != 0 and bool(self.best.isfinite().all()):
-            raise RuntimeError(
-                "A message came out differently when it was computed again for the backward pass "
-                f"({float(self.missing):.0f} extrema not found again). Is it deterministic? "
-                "SARPolicy(mode=2) keeps messages instead of recomputing them"
-            )
 
 
 def _wide(weight: Tensor | None, rows: Tensor) -> Tensor | None:
