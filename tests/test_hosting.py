@@ -55,6 +55,7 @@ from pyg_sar import SARPolicy
 from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.hosting import check_parts
+from pyg_sar.comm.store import no_check
 from pyg_sar.comm.turns import SETTINGS, Turns
 from pyg_sar.errors import (
     DistributedIndexError,
@@ -525,6 +526,15 @@ def test_a_call_that_one_part_makes():
         pyg_sar.run(other, parts=4, timeout=30.0)
     with pytest.raises(WorkerError, match=r"MismatchError: Rank \d expects"):
         pyg_sar.launch(other, 2, parts=4, timeout=30.0)
+
+
+def test_a_transfer_that_ends_between_two_looks():
+    """Nothing is under way any more, and just that has ended the part's wait."""
+    ended: list[bool] = []
+    turns = Turns([0], no_check, lambda: bool(ended.append(True)), lambda _: None, lambda _: None)
+    turns.begin(0)
+    turns.wait(0, lambda: bool(ended), "rows")
+    assert turns.record is None and ended
 
 
 @pytest.mark.parametrize("where", [[1], [2, 3]], ids=["a part", "a worker"])

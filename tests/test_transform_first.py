@@ -420,8 +420,9 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        known = {a.data_ptr() for a in args if isinstance(a, Tensor)}
-        if isinstance(out, Tensor) and out.data_ptr() not in known:
+        own = lambda t: isinstance(t, Tensor) and not isinstance(t, NodeTensor)  # noqa: E731
+        known = {a.data_ptr() for a in args if own(a)}
+        if own(out) and out.data_ptr() not in known:
             self.made.append((func._schema.name, out.numel()))
         return out
 

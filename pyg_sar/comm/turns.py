@@ -283,15 +283,11 @@ class Turns:
         starting = len(self._begun) < len(self._parts)
         if self._current is not None or self.record is not None or starting:
             return
-        place = self._parts.index(self._last) + 1
-        for part in self._parts[place:] + self._parts[:place]:
-            ready = self._waiting.get(part)
-            if ready is not None and ready():
-                self._current = part
-                self._woken[part].notify()
-                return
+        if self._give_next():
+            return
         left = len(self._parts) - len(self._ended) - len(self._waiting)
-        if self._waiting and not left and not self._outside() and not self._broken():
+        stuck = self._waiting and not left and not self._outside() and not self._broken()
+        if stuck and not self._give_next():  # A transfer may have ended since it was asked for.
             waits = [f"part {k} waits for {self._doing[k]}" for k in sorted(self._waiting)[:8]]
             over = [f"part {k}'s program has ended" for k in sorted(self._ended)[:8]]
             error = MismatchError(
@@ -299,6 +295,17 @@ class Turns:
             )
             self.record = unmatched(error, self._last)
             self._wake_all()
+
+    def _give_next(self) -> bool:
+        """Gives the turn to the next part that can go on; returns whether there is one."""
+        place = self._parts.index(self._last) + 1
+        for part in self._parts[place:] + self._parts[:place]:
+            ready = self._waiting.get(part)
+            if ready is not None and ready():
+                self._current = part
+                self._woken[part].notify()
+                return True
+        return False
 
     def _wake_all(self) -> None:
         for woken in self._woken.values():
