@@ -192,3 +192,23 @@ def test_what_is_refused():
             assert part in text, (rank, text)
     assert found[2][-1].startswith("ValueError")
     assert found[0][-1].startswith("PartitionError: rank 2")
+
+
+def matrices(data: Data) -> list[float | str]:
+    """Features as sparse matrices, the same on both workers, or others on one."""
+    comm, found = pyg_sar.init(), list[float | str]()
+    for form in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        for factor in (1, 1 + comm.rank):
+            given = data.clone()
+            given.x = (data.x * factor).to_sparse(layout=form)
+            try:
+                found.append(error(whole(pyg_sar.scatter(given).x).to_dense(), data.x))
+            except ValueError as problem:
+                found.append(str(problem))
+    return found
+
+
+def test_sparse_matrices_are_compared():
+    for found in workers(matrices, 2, make_graph()):
+        assert found[::2] == [0.0] * 3
+        assert all("rank 1 passed another graph than rank 0" in text for text in found[1::2])
