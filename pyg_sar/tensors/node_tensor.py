@@ -188,7 +188,7 @@ class NodeTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for one in types if len(types) > 1 else ():
             if hasattr(one, "goes_first"):
-                return NotImplemented  # A sparse matrix knows both.
+                return NotImplemented  # A sparse matrix, or a copy of a row, knows both.
         found = METHODS.get(func)
         if isinstance(func, OpOverload | OpOverloadPacket):
             found = found if _is_own(func) else RULES.get(_full_name(func), refused)
