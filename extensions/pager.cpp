@@ -53,9 +53,9 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   }
   store_ = std::move(store);
   arenas_.assign(arenas, Arena());
-  wanted_.assign(arenas, 0);
   births_.assign(arenas, 0);
-  needed_.clear();
+  turns_.assign(arenas, Turns());
+  needs_.clear();
   const int64_t regions = count_.regions;
   count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
   count_.prefetched = count_.evictions = count_.overrun = count_.waited = 0;

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 namespace pyg_sar::pager {
@@ -36,6 +37,22 @@ struct Region {
   bool yields = false;    // the write under way gives way to a thread that changes the region
   bool freed = false;     // while busy: whoever is busy with it frees it
   std::atomic<bool> stop{false};
+};
+
+// What an arena missed in a turn: the region's number, its age (how many its arena had allocated since, when the turn
+// began), and its bytes.
+struct Need {
+  int64_t born, age, bytes;
+};
+
+// An arena's turns. Parts run the same program again and again: where the last ones allocated as many regions as
+// others did before, the next one needs what theirs needed.
+struct Turns {
+  static constexpr size_t kLast = 16;
+  std::array<int64_t, kLast> allocated{};  // in the last ones
+  size_t count = 0;
+  int64_t births = 0;  // when the last one began
+  uint64_t alike = 0;  // the same for turns that are alike
 };
 
 struct Counters {
@@ -94,7 +111,6 @@ class Pager {
 
   void set_budget(int64_t budget);
   void turn(int64_t arena);
-  void prefetch(int64_t arena, int64_t limit);
   void move_out(int64_t arena);
   void wait();
   bool touch(char* address, bool write, int64_t pins);
@@ -137,6 +153,9 @@ class Pager {
   // pager_workers.cpp
   void work();
   bool prefetch_one(Lock& lock);
+  void note(const Region& r);
+  void end_turn();
+  bool is(const Need& need, const Region& r) const;
   bool read_ahead(Lock& lock, int64_t distance, Region& r);
   bool write_one(Lock& lock);
   // What must be written before it can leave memory takes most of it.
@@ -156,11 +175,10 @@ class Pager {
   std::vector<Arena> arenas_;
   std::multimap<int64_t, Region*> cached_;
   std::vector<Region*> unused_;
-  std::vector<int64_t> wanted_;  // bytes still to be prefetched, by arena
   std::vector<int64_t> births_;  // by arena
-  // Regions that the arenas before this one, which run the same program, needed in their turns, by 'born'; how many of
-  // them were looked at for this arena and for the next one.
-  std::vector<int64_t> needed_;
+  std::vector<Turns> turns_;     // by arena
+  std::unordered_map<uint64_t, std::vector<Need>> needs_;  // of turns that are alike
+  // How many needs were looked at for this arena and for the next one.
   std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;
   Counters count_;

@@ -247,8 +247,7 @@ bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
   if (demand) {
     ++count_.demand_faults;
     count_.demand_bytes += r.bytes;
-    const bool known = std::find(needed_.begin(), needed_.end(), r.born) != needed_.end();
-    if (r.arena == current_ && !known) needed_.push_back(r.born);
+    note(r);
   }
   const bool too_large = demand && thrashes(r);
   if (!too_large && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;

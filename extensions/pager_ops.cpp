@@ -158,8 +158,6 @@ TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
     install_handler();
     Pager::instance().turn(a);
   });
-  m.def("pager_prefetch(int arena, int limit) -> ()",
-        [](int64_t arena, int64_t limit) { Pager::instance().prefetch(arena, limit); });
   m.def("pager_move_out(int arena) -> ()", [](int64_t a) { Pager::instance().move_out(a); });
   m.def("pager_wait() -> ()", [] { Pager::instance().wait(); });
   m.def("pager_budget(int bytes) -> ()", [](int64_t b) { Pager::instance().set_budget(b); });

@@ -3,25 +3,50 @@
 
 #include "pager.h"
 
+#include <algorithm>
 #include <csignal>
 #include <pthread.h>
 
 namespace pyg_sar::pager {
+namespace {
+
+constexpr int64_t kAhead = 2;         // turns
+constexpr size_t kMostTurns = 4096;   // that are not alike: of a training there are some dozens
+
+}  // namespace
 
 void Pager::turn(int64_t arena) {
   Lock lock(mutex_);
   begin_operation();
-  if (arena != current_ + 1) needed_.clear();
+  end_turn();
   current_ = arena;
+  turns_[arena].births = births_[arena];
   looked_at_ = {};
   write_failed_ = false;
   wake();
 }
 
-void Pager::prefetch(int64_t arena, int64_t limit) {
-  Lock lock(mutex_);
-  wanted_[arena] = limit;
-  wake();
+void Pager::end_turn() {
+  Turns& turns = turns_[current_];
+  turns.allocated[turns.count++ % Turns::kLast] = births_[current_] - turns.births;
+  turns.births = births_[current_];
+  turns.alike = 0;
+  for (size_t i = 0; i < Turns::kLast; ++i)
+    turns.alike = (turns.alike ^ turns.allocated[(turns.count + i) % Turns::kLast]) * 0x9e3779b97f4a7c15;
+  if (needs_.size() >= kMostTurns) needs_.clear();
+}
+
+// Ages are those of other parts, too; numbers differ where parts planned in other ways, but stay for one part.
+bool Pager::is(const Need& need, const Region& r) const {
+  const bool alike = r.bytes <= 2 * need.bytes && need.bytes <= 2 * r.bytes;
+  return need.born == r.born || (alike && need.age == turns_[r.arena].births - r.born);
+}
+
+void Pager::note(const Region& r) {
+  if (r.arena != current_ || r.born >= turns_[current_].births) return;
+  std::vector<Need>& needs = needs_[turns_[current_].alike];
+  if (std::ranges::none_of(needs, [&](const Need& need) { return is(need, r); }))
+    needs.push_back({r.born, turns_[current_].births - r.born, r.bytes});
 }
 
 void Pager::wake() {
@@ -53,34 +78,23 @@ void Pager::work() {
   }
 }
 
-// What the arenas before this one needed in their turns is read ahead, for this one and the next. What is asked for
-// comes the newest first: a part goes on where it stopped, and its backward pass comes from the end.
+// What turns that were alike needed is read ahead, for this arena and the next one.
 bool Pager::prefetch_one(Lock& lock) {
-  for (int64_t distance = 0; distance < 2 && current_ + distance < num_arenas(); ++distance) {
-    const Queue& out = arenas_[current_ + distance][static_cast<int>(State::kOut)];
-    while (looked_at_[distance] < needed_.size()) {
-      const int64_t born = needed_[looked_at_[distance]++];
+  for (int64_t distance = 0; distance < std::min<int64_t>(kAhead, num_arenas()); ++distance) {
+    const int64_t arena = arena_at(distance);
+    const auto needs = needs_.find(turns_[arena].alike);
+    if (needs == needs_.end()) continue;
+    const Queue& out = arenas_[arena][static_cast<int>(State::kOut)];
+    while (looked_at_[distance] < needs->second.size()) {
+      const Need need = needs->second[looked_at_[distance]++];
       for (const auto& [stamp, r] : out) {
-        if (r->born != born || r->busy != Busy::kNo) continue;
-        if (!read_ahead(lock, distance, *r)) looked_at_[distance] = needed_.size();
+        if (!is(need, *r) || r->busy != Busy::kNo) continue;
+        // The lock is given up meanwhile: what was found may be gone.
+        const int64_t now = current_;
+        if (!read_ahead(lock, distance, *r) && now == current_) looked_at_[distance] = SIZE_MAX;
         return true;
       }
     }
-  }
-  for (int64_t distance = 0; distance < num_arenas(); ++distance) {
-    const int64_t arena = arena_at(distance);
-    if (wanted_[arena] <= 0) continue;
-    Region* next = nullptr;
-    const Queue& out = arenas_[arena][static_cast<int>(State::kOut)];
-    for (auto it = out.rbegin(); it != out.rend() && next == nullptr; ++it)
-      if (it->second->busy == Busy::kNo) next = it->second;
-    if (next == nullptr || next->bytes > wanted_[arena]) {
-      wanted_[arena] = 0;
-      continue;
-    }
-    wanted_[arena] -= next->bytes;
-    if (!read_ahead(lock, distance, *next)) wanted_[arena] = 0;
-    return true;
   }
   return false;
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -69,6 +70,18 @@ def _share_heap() -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # as launch() has it
+
+
+def _spread_threads() -> None:
+    if torch.get_num_threads() < 2:
+        return
+    cpus = sorted(os.sched_getaffinity(os.getpid()))
+    before = set(os.listdir("/proc/self/task"))
+    torch.ones(1 << 18).add_(1)
+    helpers = set(os.listdir("/proc/self/task")) - before
+    for helper in helpers:
+        os.sched_setaffinity(int(helper), set(cpus[1:]))
+    os.sched_setaffinity(0, {cpus[0]})
 
 
 class _NotOfParts:
@@ -137,6 +150,7 @@ def host_parts(
             torch.autograd.set_multithreading_enabled(False)
         try:
             host.turns.begin(part)
+            _spread_threads()
             with host.saving():
                 results[part] = fn(*args)
         except BaseException as caught:  # SystemExit included: the caller must learn of it.
