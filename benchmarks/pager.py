@@ -77,25 +77,37 @@ def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int)
         pager.enter(None)
         pager.budget = total
 
+        def demand(arena: int) -> None:
+            assert [int(x[0]) for x in tensors[arena]] == [int(x[-1]) for x in tensors[arena]]
+
         def prefetch() -> None:
-            pager.turn(1)  # Reading ahead begins here.
-            pager.prefetch(1, total)
+            pager.turn(1)  # What the first such turn needed is read ahead.
             pager.wait()
 
-        def demand() -> None:
-            assert [int(x[0]) for x in tensors[0]] == [int(x[-1]) for x in tensors[0]]
-
-        for _ in range(rounds):
+        def turn(number: int) -> None:
+            """Begins a turn of arena 0 that is like no other one, with as many tensors before."""
             pager.turn(0)
-            demand()  # Memory is full of arena 0, as it is when all arenas don't fit.
+            pager.enter(0)
+            for _ in range(number):
+                torch.empty(64 << 10, dtype=torch.uint8)
+            pager.enter(None)
+            pager.turn(0)
+
+        pager.turn(1)
+        demand(1)
+        for round in range(rounds):
+            turn(2 * round + 1)
+            demand(0)  # Memory is full of arena 0, as it is when all arenas don't fit.
             times["read"].append(seconds(plain.read))
             times["prefetch"].append(seconds(prefetch))
-            pager.turn(0)
-            times["demand"].append(seconds(demand))
+            turn(2 * round + 2)
+            times["demand"].append(seconds(partial(demand, 0)))
             for x in tensors[0]:
                 x.add_(1)
             times["write"].append(seconds(plain.write))
             times["out"].append(seconds(lambda: pager.move_out(0)))
+        found = pager.counters()
+        assert found.prefetched_bytes >= rounds * total, found
     os.close(plain.file)
     rows = []
     for name, base in MOVES.items():

@@ -39,20 +39,19 @@ struct Region {
   std::atomic<bool> stop{false};
 };
 
-// What an arena missed in a turn: the region's number, its age (how many its arena had allocated since, when the turn
-// began), and its bytes.
+// What a turn missed: the region's number, how many its arena had allocated since it when the turn began, and its bytes.
 struct Need {
   int64_t born, age, bytes;
 };
 
-// An arena's turns. Parts run the same program again and again: where the last ones allocated as many regions as
-// others did before, the next one needs what theirs needed.
+// An arena's turns. All arenas run one program, again and again: the next turn needs what others needed before which
+// as many regions were allocated, turn by turn.
 struct Turns {
   static constexpr size_t kLast = 16;
-  std::array<int64_t, kLast> allocated{};  // in the last ones
+  std::array<int64_t, kLast> allocated{};  // in the last turns
   size_t count = 0;
-  int64_t births = 0;  // when the last one began
-  uint64_t alike = 0;  // the same for turns that are alike
+  int64_t births = 0;  // when the turn began; of an arena that waits, when its last one ended
+  uint64_t key = 0;    // equal for turns that need the same
 };
 
 struct Counters {
@@ -152,10 +151,10 @@ class Pager {
 
   // pager_workers.cpp
   void work();
-  bool prefetch_one(Lock& lock);
-  void note(const Region& r);
   void end_turn();
-  bool is(const Need& need, const Region& r) const;
+  bool matches(const Need& need, const Region& r) const;
+  void note(const Region& r);
+  bool prefetch_one(Lock& lock);
   bool read_ahead(Lock& lock, int64_t distance, Region& r);
   bool write_one(Lock& lock);
   // What must be written before it can leave memory takes most of it.
@@ -177,7 +176,7 @@ class Pager {
   std::vector<Region*> unused_;
   std::vector<int64_t> births_;  // by arena
   std::vector<Turns> turns_;     // by arena
-  std::unordered_map<uint64_t, std::vector<Need>> needs_;  // of turns that are alike
+  std::unordered_map<uint64_t, std::vector<Need>> needs_;  // by the turns' key
   // How many needs were looked at for this arena and for the next one.
   std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;

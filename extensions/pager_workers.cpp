@@ -10,8 +10,7 @@
 namespace pyg_sar::pager {
 namespace {
 
-constexpr int64_t kAhead = 2;         // turns
-constexpr size_t kMostTurns = 4096;   // that are not alike: of a training there are some dozens
+constexpr size_t kMostKeys = 4096;  // an epoch has some dozens
 
 }  // namespace
 
@@ -30,23 +29,25 @@ void Pager::end_turn() {
   Turns& turns = turns_[current_];
   turns.allocated[turns.count++ % Turns::kLast] = births_[current_] - turns.births;
   turns.births = births_[current_];
-  turns.alike = 0;
+  turns.key = 0;
   for (size_t i = 0; i < Turns::kLast; ++i)
-    turns.alike = (turns.alike ^ turns.allocated[(turns.count + i) % Turns::kLast]) * 0x9e3779b97f4a7c15;
-  if (needs_.size() >= kMostTurns) needs_.clear();
+    turns.key = (turns.key ^ turns.allocated[(turns.count + i) % Turns::kLast]) * 0x9e3779b97f4a7c15;
+  if (needs_.size() > kMostKeys) needs_.clear();
 }
 
-// Ages are those of other parts, too; numbers differ where parts planned in other ways, but stay for one part.
-bool Pager::is(const Need& need, const Region& r) const {
+// What was made since the parts planned has one age in all of them; what is older keeps its number in its part.
+bool Pager::matches(const Need& need, const Region& r) const {
   const bool alike = r.bytes <= 2 * need.bytes && need.bytes <= 2 * r.bytes;
   return need.born == r.born || (alike && need.age == turns_[r.arena].births - r.born);
 }
 
+// Notes what a turn has missed, for turns to come.
 void Pager::note(const Region& r) {
-  if (r.arena != current_ || r.born >= turns_[current_].births) return;
-  std::vector<Need>& needs = needs_[turns_[current_].alike];
-  if (std::ranges::none_of(needs, [&](const Need& need) { return is(need, r); }))
-    needs.push_back({r.born, turns_[current_].births - r.born, r.bytes});
+  const Turns& turns = turns_[current_];
+  if (r.arena != current_ || r.born >= turns.births) return;
+  std::vector<Need>& needs = needs_[turns.key];
+  if (std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); }))
+    needs.push_back({r.born, turns.births - r.born, r.bytes});
 }
 
 void Pager::wake() {
@@ -78,22 +79,22 @@ void Pager::work() {
   }
 }
 
-// What turns that were alike needed is read ahead, for this arena and the next one.
+// What this turn and the next arena's will need, as turns like them did, is read ahead.
 bool Pager::prefetch_one(Lock& lock) {
-  for (int64_t distance = 0; distance < std::min<int64_t>(kAhead, num_arenas()); ++distance) {
-    const int64_t arena = arena_at(distance);
-    const auto needs = needs_.find(turns_[arena].alike);
-    if (needs == needs_.end()) continue;
+  const auto turns = std::min<int64_t>(std::ssize(looked_at_), num_arenas());
+  for (int64_t distance = 0; distance < turns; ++distance) {
+    const int64_t arena = arena_at(distance), now = current_;
+    const auto needs = needs_.find(turns_[arena].key);
     const Queue& out = arenas_[arena][static_cast<int>(State::kOut)];
-    while (looked_at_[distance] < needs->second.size()) {
+    while (needs != needs_.end() && looked_at_[distance] < needs->second.size()) {
       const Need need = needs->second[looked_at_[distance]++];
-      for (const auto& [stamp, r] : out) {
-        if (!is(need, *r) || r->busy != Busy::kNo) continue;
-        // The lock is given up meanwhile: what was found may be gone.
-        const int64_t now = current_;
-        if (!read_ahead(lock, distance, *r) && now == current_) looked_at_[distance] = SIZE_MAX;
-        return true;
-      }
+      const auto found = std::ranges::find_if(out, [&](const auto& one) {
+        return one.second->busy == Busy::kNo && matches(need, *one.second);
+      });
+      if (found == out.end()) continue;
+      // The lock is given up meanwhile: another turn may begin.
+      if (!read_ahead(lock, distance, *found->second) && now == current_) looked_at_[distance] = SIZE_MAX;
+      return true;
     }
   }
   return false;

@@ -472,6 +472,35 @@ def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
     assert turns == [k % PARTS for k in range(len(turns))]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are chosen on Linux")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_a_parts_own_threads_compute_on_other_processors(monkeypatch: pytest.MonkeyPatch):
+    """Where threads are as many as processors; processes that a part forks may use all of them."""
+    everything = os.sched_getaffinity(0)
+
+    def worker() -> tuple[set[int], list[set[int]], int]:
+        before = set(os.listdir("/proc/self/task"))
+        torch.ones(1 << 17).add_(1)
+        new = [os.sched_getaffinity(int(t)) for t in set(os.listdir("/proc/self/task")) - before]
+        child = os.fork()
+        if child == 0:
+            os._exit(os.sched_getaffinity(0) == everything)
+        same = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return os.sched_getaffinity(0), new, same
+
+    threads = torch.get_num_threads()
+    try:
+        for number in (len(everything), len(everything) - 1):
+            torch.set_num_threads(number)
+            own = {min(everything)} if number == len(everything) else everything
+            for found, new, same in host(worker, 3):
+                assert (found, same) == (own, 1)
+                assert not new or number < len(everything)  # The threads are there already.
+            assert os.sched_getaffinity(0) == everything
+    finally:
+        torch.set_num_threads(threads)
+
+
 # Failures #####################################################################
 
 

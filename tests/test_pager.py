@@ -195,8 +195,7 @@ def test_no_write_is_lost_while_regions_move(tmp_path, io_threads):
         def disturb() -> None:
             while not done.is_set():
                 for arena in range(3):
-                    pager.turn(arena)
-                    pager.prefetch(0, 2 * MB)
+                    pager.turn(arena)  # Reads ahead what threads have needed in such turns.
                     pager.move_out(0)
 
         disturber = threading.Thread(target=disturb)
@@ -380,24 +379,37 @@ def test_the_farthest_arena_goes_first_and_its_oldest(tmp_path):
         del rest
 
 
-def test_prefetch_brings_in_the_newest_and_only_into_free_room(tmp_path):
-    with opened(tmp_path, 8 * MB) as pager:
-        tensors = [numbered(1, i) for i in range(6)]
-        pager.move_out(0)
-        pager.prefetch(0, 3 * MB)
-        pager.wait()
-        assert pager.counters().prefetched_bytes == 3 * MB
-        assert all((tensors[i] == i).all() for i in (5, 4, 3))
-        assert pager.counters().demand_faults == 0
-        assert (tensors[2] == 2).all() and pager.counters().demand_faults == 1
-        pager.turn(2)
-        pager.enter(1)
-        near = [numbered(1, i) for i in range(4)]  # Of the farthest arena: makes room for arena 0.
-        pager.prefetch(0, 8 * MB)
-        pager.wait()
-        assert pager.counters().prefetched_bytes == 5 * MB
-        assert pager.counters().resident_bytes <= 8 * MB
-        del near
+def test_what_the_last_step_needed_is_read_ahead(tmp_path):
+    """For this arena and the next one, by how many tensors the turns before have made."""
+    steps, turns, arenas = 6, 5, 3
+    made: list[list[torch.Tensor]] = [[] for _ in range(arenas)]
+    with opened(tmp_path, 64 * MB, arenas) as pager:
+        for arena in range(arenas):  # What the parts plan differs.
+            pager.turn(arena)
+            pager.enter(arena)
+            made[arena] = [numbered(1, k) for k in range(2 + arena)]
+        faults = []
+        for _ in range(steps):
+            before = pager.counters().demand_faults
+            kept: list[list[torch.Tensor]] = [[] for _ in range(arenas)]
+            for turn in range(2 * turns):
+                for arena in range(arenas):
+                    pager.turn(arena)
+                    pager.enter(arena)
+                    pager.wait()
+                    if turn < turns:  # The forward pass makes what the backward pass reads.
+                        kept[arena].extend(numbered(1, 10 * turn + k) for k in range(turn % 3))
+                        assert (made[arena][turn % 2] == turn % 2).all()
+                    else:
+                        place = 2 * turns - 1 - turn
+                        for x in kept[arena][place : place + 1]:
+                            assert x.numel() == MB // 8 and (x == x[0]).all()
+                    pager.move_out(arena)
+            faults.append(pager.counters().demand_faults - before)
+            del kept, x
+        # The first step after those that plan has other turns before it than all others.
+        assert faults[0] >= turns and faults[3:] == [0] * (steps - 3), faults
+        assert pager.counters().resident_bytes <= 64 * MB
 
 
 def test_what_the_arena_before_needed_is_read_ahead(tmp_path):

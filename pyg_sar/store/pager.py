@@ -24,8 +24,9 @@ given up while the disk works; no code under it touches a region, so that the ha
 
 What the file can't take is found when a place in it is reserved, before anything leaves memory.
 
-What the part before needed in its turn is read ahead for the next one: parts run the same program,
-so that the n-th tensor of one is for what the n-th tensor of another is for.
+What a turn will need is read ahead, for the arena that computes and the next one. All parts run the
+same program, step after step: where the last turns of an arena made as many tensors as those before
+an earlier turn, of any arena, this turn needs what that one had to wait for.
 
 Rules:
 
@@ -207,13 +208,6 @@ class Pager:
     def turn(self, arena: int) -> None:
         """Says that an arena computes now: the one before it is farthest, the next one nearest."""
         self._calls().pager_turn(self._checked(arena))
-
-    def prefetch(self, arena: int, limit: int) -> None:
-        """Brings in up to ``limit`` bytes of an arena in another thread, the newest first.
-
-        Only tensors of arenas that are farther away make room for it.
-        """
-        self._calls().pager_prefetch(self._checked(arena), limit)
 
     def move_out(self, arena: int) -> None:
         """Moves out all of an arena now, but for what is pinned.
