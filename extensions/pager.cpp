@@ -191,16 +191,22 @@ Region* Pager::unused() {
   return unused_.back();
 }
 
-// A freed region that is at most an eighth larger, with its pages.
-Region* Pager::reuse(int64_t bytes) {
-  const auto found = cached_.lower_bound(bytes);
-  if (found == cached_.end() || found->first > bytes + bytes / 8) return nullptr;
+// A freed region with its pages, at most an eighth larger; or smaller, where it 'grows' by fresh ones.
+Region* Pager::reuse(int64_t bytes, bool grows) {
+  auto found = cached_.lower_bound(bytes);
+  if (found == cached_.end() || found->first > bytes + bytes / 8) {
+    if (!grows || found == cached_.begin()) return nullptr;
+    const Region& smaller = *(--found)->second;
+    if (smaller.bytes < bytes - bytes / 8 || smaller.slots * kSlot < bytes || exceeds(bytes - smaller.bytes)) return nullptr;
+  }
   Region* r = found->second;
-  if (!keeps_ && !protect_pages(r->base, bytes, true)) return nullptr;
+  if (!keeps_ && !protect_pages(r->base, std::min(r->bytes, bytes), true)) return nullptr;
   if (r->bytes > bytes && !drop_pages(r->base + bytes, r->bytes - bytes)) return nullptr;
+  if (r->bytes < bytes && !fresh_pages(r->base + r->bytes, bytes - r->bytes)) return nullptr;
   cached_.erase(found);
   cached_bytes_ -= r->bytes;
-  count_.resident -= r->bytes - bytes;
+  count_.resident += bytes - r->bytes;
+  count_.peak = std::max(count_.peak, count_.resident);
   r->bytes = bytes;
   return r;
 }
@@ -267,7 +273,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   }
   {
     const Stopwatch watch(exceeds(bytes) ? &count_.waited : nullptr);
-    if (!make_room(lock, bytes, 0, &r)) {
+    if (!make_room(lock, bytes, 0, &r, !keeps_)) {
       if (keeps_) return nullptr;
       C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
     }
@@ -323,7 +329,8 @@ void Pager::retire(Region& r) {
     r.place = -1;
     if (r.state != State::kOut) {
       keep(r);
-      const int64_t most = keeps_ ? kNoLimit : std::min(budget_ / 8, kMostCached);
+      // All of it where memory is short.
+      const int64_t most = keeps_ || count_.evictions > 0 ? kNoLimit : std::min(budget_ / 8, kMostCached);
       while (cached_bytes_ > most && drop_cached()) {
       }
       changed_.notify_all();

@@ -125,7 +125,7 @@ class Pager {
   void renew(Region& r);
   void retire(Region& r);
   void forget(Region& r);
-  Region* reuse(int64_t bytes);
+  Region* reuse(int64_t bytes, bool grows);
   void keep(Region& r);
   void let_go(Region& r);
   bool drop_cached();
@@ -137,7 +137,7 @@ class Pager {
   std::string refusal(int64_t bytes) const;
 
   // pager_moves.cpp
-  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr);
+  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr, bool grows = false);
   Region* victim(int64_t nearest, bool has_place) const;
   bool evict(Lock& lock, Region& r, int64_t wanted);
   bool lift(Region& r);

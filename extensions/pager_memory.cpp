@@ -55,7 +55,7 @@ void Reservation::make() {
 }
 
 char* Reservation::take(int64_t bytes, Region* region, int64_t* slots) {
-  *slots = slots_of(bytes);
+  *slots = slots_of(bytes + bytes / 8);  // to grow
   const int64_t at = free_.take(*slots, bytes >= kHugeRegion ? kHugePage / kSlot : 1);
   if (at < 0) return nullptr;
   assign(base_ + at * kSlot, *slots, region);

@@ -43,11 +43,11 @@ Region* Pager::victim(int64_t nearest, bool has_place) const {
 
 // Evicts until 'bytes' more fit, or 'spare' has pages for them that are counted already: fresh ones cost
 // the kernel as much time as half a read does. False: nothing else may go.
-bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare) {
+bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare, bool grows) {
   if (bytes > budget_) return false;
   bool full = false;
   for (;;) {
-    if (spare != nullptr && (*spare = reuse(bytes)) != nullptr) return true;
+    if (spare != nullptr && (*spare = reuse(bytes, grows)) != nullptr) return true;
     if (!exceeds(bytes) && maps_ < most_maps_) return true;
     if (drop_cached()) continue;
     if (Region* r = victim(nearest, full)) {

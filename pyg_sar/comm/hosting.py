@@ -73,21 +73,17 @@ def _share_heap() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # as launch() has it
 
 
-def _keep_apart(processors: set[int], number: int) -> None:
+def _keep_apart(processors: set[int]) -> None:
     """Lets a part's thread compute on one processor, and its OpenMP threads on the others.
 
     Each part's thread has OpenMP threads of its own, which sleep between two operators. Linux may
     wake them on the processor of the part's thread: then one waits for the other, and 8 parts of
     GAT took 1.4 times as long on two processors. Does nothing where the threads are not as many as
-    the processors.
-
-    Args:
-        processors: Those of this process.
-        number: Which of them is for parts' threads: workers of one host should take others.
+    the processors of this process. Other processes that host parts should take another one.
     """
-    own = {sorted(processors)[number % len(processors)]}
     if len(processors) < 2 or torch.get_num_threads() != len(processors):
         return
+    own = {sorted(processors)[os.getpid() % len(processors)]}
     with contextlib.suppress(OSError):  # Where the system forbids it.
         os.sched_setaffinity(0, processors - own)  # OpenMP's threads have it from who starts them.
         torch.ones(1 << 17).add_(1)
@@ -175,7 +171,7 @@ def host_parts(
         try:
             host.turns.begin(part)
             if processors:
-                _keep_apart(processors, outer.rank)
+                _keep_apart(processors)
             with host.saving():
                 results[part] = fn(*args)
         except BaseException as caught:  # SystemExit included: the caller must learn of it.
