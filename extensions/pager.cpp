@@ -159,10 +159,10 @@ void Pager::renew(Region& r) {
   queue(r).emplace(r.stamp, &r);
 }
 
-void Pager::hold(int64_t bytes) {
+void Pager::hold(int64_t bytes, int64_t maps) {
   count_.resident += bytes;
   count_.peak = std::max(count_.peak, count_.resident);
-  ++maps_;
+  maps_ += maps;
 }
 
 // Allocation ###################################################################
@@ -191,22 +191,23 @@ Region* Pager::unused() {
   return unused_.back();
 }
 
-// A freed region with its pages, at most an eighth larger; or smaller, where it 'grows' by fresh ones.
-Region* Pager::reuse(int64_t bytes, bool grows) {
+// A freed region with its pages, at most an eighth larger; 'in_place', a smaller one may get fresh pages besides.
+Region* Pager::reuse(int64_t bytes, bool in_place) {
   auto found = cached_.lower_bound(bytes);
+  while (!in_place && found != cached_.end() && found->second->grown) ++found;
   if (found == cached_.end() || found->first > bytes + bytes / 8) {
-    if (!grows || found == cached_.begin()) return nullptr;
-    const Region& smaller = *(--found)->second;
-    if (smaller.bytes < bytes - bytes / 8 || smaller.slots * kSlot < bytes || exceeds(bytes - smaller.bytes)) return nullptr;
+    if (!in_place || found == cached_.begin()) return nullptr;
+    const auto& [size, one] = *--found;
+    if (size < bytes - bytes / 8 || one->slots * kSlot < bytes || exceeds(bytes - size)) return nullptr;
   }
   Region* r = found->second;
   if (!keeps_ && !protect_pages(r->base, std::min(r->bytes, bytes), true)) return nullptr;
   if (r->bytes > bytes && !drop_pages(r->base + bytes, r->bytes - bytes)) return nullptr;
   if (r->bytes < bytes && !fresh_pages(r->base + r->bytes, bytes - r->bytes)) return nullptr;
+  r->grown |= r->bytes < bytes;
   cached_.erase(found);
   cached_bytes_ -= r->bytes;
-  count_.resident += bytes - r->bytes;
-  count_.peak = std::max(count_.peak, count_.resident);
+  hold(bytes - r->bytes, 0);
   r->bytes = bytes;
   return r;
 }
@@ -290,6 +291,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
     }
     unused_.pop_back();
     r->bytes = bytes;
+    r->grown = false;
     hold(bytes);
   }
   if (keeps_) see_live();
@@ -329,9 +331,8 @@ void Pager::retire(Region& r) {
     r.place = -1;
     if (r.state != State::kOut) {
       keep(r);
-      // All of it where memory is short.
-      const int64_t most = keeps_ || count_.evictions > 0 ? kNoLimit : std::min(budget_ / 8, kMostCached);
-      while (cached_bytes_ > most && drop_cached()) {
+      const bool all = keeps_ || count_.evictions > 0;  // where memory is short
+      while (!all && cached_bytes_ > std::min(budget_ / 8, kMostCached) && drop_cached()) {
       }
       changed_.notify_all();
       return;

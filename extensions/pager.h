@@ -36,10 +36,11 @@ struct Region {
   Busy busy = Busy::kNo;
   bool yields = false;    // the write under way gives way to a thread that changes the region
   bool freed = false;     // while busy: whoever is busy with it frees it
+  bool grown = false;     // of several of the kernel's mappings, which don't move together
   std::atomic<bool> stop{false};
 };
 
-// What a turn missed: the region's number, how many its arena had allocated since it when the turn began, and its bytes.
+// What a turn missed: a region's number, how many its arena had allocated after it when the turn began, its bytes.
 struct Need {
   int64_t born, age, bytes;
 };
@@ -125,7 +126,7 @@ class Pager {
   void renew(Region& r);
   void retire(Region& r);
   void forget(Region& r);
-  Region* reuse(int64_t bytes, bool grows);
+  Region* reuse(int64_t bytes, bool in_place);
   void keep(Region& r);
   void let_go(Region& r);
   bool drop_cached();
@@ -133,11 +134,12 @@ class Pager {
   int64_t limit(int64_t bytes) const;
   void see_live();
   Region* unused();
-  void hold(int64_t bytes);
+  void hold(int64_t bytes, int64_t maps = 1);
   std::string refusal(int64_t bytes) const;
 
   // pager_moves.cpp
-  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr, bool grows = false);
+  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr,
+                 bool in_place = false);
   Region* victim(int64_t nearest, bool has_place) const;
   bool evict(Lock& lock, Region& r, int64_t wanted);
   bool lift(Region& r);

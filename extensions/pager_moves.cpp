@@ -43,11 +43,11 @@ Region* Pager::victim(int64_t nearest, bool has_place) const {
 
 // Evicts until 'bytes' more fit, or 'spare' has pages for them that are counted already: fresh ones cost
 // the kernel as much time as half a read does. False: nothing else may go.
-bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare, bool grows) {
+bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare, bool in_place) {
   if (bytes > budget_) return false;
   bool full = false;
   for (;;) {
-    if (spare != nullptr && (*spare = reuse(bytes, grows)) != nullptr) return true;
+    if (spare != nullptr && (*spare = reuse(bytes, in_place)) != nullptr) return true;
     if (!exceeds(bytes) && maps_ < most_maps_) return true;
     if (drop_cached()) continue;
     if (Region* r = victim(nearest, full)) {
@@ -68,14 +68,14 @@ bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare
 bool Pager::evict(Lock& lock, Region& r, int64_t wanted) {
   if (r.state == State::kDirty && !write(lock, r, false)) return false;
   if (r.state != State::kClean || r.busy != Busy::kNo || r.pins > 0) return true;
-  const bool fits = wanted <= r.bytes && r.bytes <= wanted + wanted / 8;
+  const bool fits = !r.grown && wanted <= r.bytes && r.bytes <= wanted + wanted / 8;
   if (!fits || !lift(r)) {
     if (!drop_pages(r.base, r.bytes)) {
       last_error_ = errno;
       return false;
     }
-    count_.resident -= r.bytes;
-    --maps_;
+    r.grown = false;
+    hold(-r.bytes, -1);
   }
   place(r, State::kOut);
   ++count_.evictions;
@@ -94,6 +94,7 @@ bool Pager::lift(Region& r) {
   }
   unused_.pop_back();
   spare->bytes = r.bytes;
+  spare->grown = false;
   keep(*spare);
   return true;
 }

@@ -10,7 +10,8 @@
 namespace pyg_sar::pager {
 namespace {
 
-constexpr size_t kMostKeys = 4096;  // an epoch has some dozens
+constexpr size_t kMostKeys = 4096;   // an epoch has some dozens
+constexpr size_t kMostNeeds = 1024;  // of a key
 
 }  // namespace
 
@@ -46,7 +47,7 @@ void Pager::note(const Region& r) {
   const Turns& turns = turns_[current_];
   if (r.arena != current_ || r.born >= turns.births) return;
   std::vector<Need>& needs = needs_[turns.key];
-  if (std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); }))
+  if (needs.size() < kMostNeeds && std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); }))
     needs.push_back({r.born, turns.births - r.born, r.bytes});
 }
 

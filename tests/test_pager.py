@@ -379,6 +379,41 @@ def test_the_farthest_arena_goes_first_and_its_oldest(tmp_path):
         del rest
 
 
+def test_a_larger_tensor_takes_the_pages_of_a_freed_one(tmp_path):
+    """Up to an eighth larger; what it was made of goes out and comes back like all else."""
+    numbers = MB // 8
+    with opened(tmp_path, 48 * MB) as pager:
+        out = numbered(1, 1)
+        pager.move_out(0)  # From now on memory is short.
+        for megabytes, resident in ((9, 9 * MB), (10, 18 * MB)):
+            pager.budget = 1  # Nothing is kept of what was freed before.
+            pager.budget = 48 * MB
+            freed = numbered(8, 1)
+            assert pager.counters().resident_bytes == 8 * MB
+            del freed
+            taken = numbered(megabytes, 2)
+            taken[0] = 3
+            assert pager.counters().resident_bytes == resident
+            pager.move_out(0)
+            assert pager.counters().resident_bytes == resident - megabytes * MB
+            assert taken[0] == 3 and (taken[1:] == 2).all()
+            del taken
+        assert (out == 1).all()
+        pager.budget = 24 * MB
+        generator = torch.Generator().manual_seed(0)
+        kept: list[torch.Tensor] = []
+        for step in range(300):  # All sizes near each other, four times as much as there is room.
+            count = int(torch.randint(numbers * 7 // 2, numbers * 4, (), generator=generator))
+            kept.append(torch.full((count,), step))
+            if len(kept) > 24:
+                one = kept.pop(int(torch.randint(len(kept), (), generator=generator)))
+                assert one.min() == one.max()
+            assert pager.counters().resident_bytes <= 24 * MB
+        steps = [int(one[0]) for one in kept]
+        assert all((one == step).all() for one, step in zip(kept, steps, strict=True))
+        assert steps == sorted(set(steps)) and steps[-1] == 299
+
+
 def test_what_the_last_step_needed_is_read_ahead(tmp_path):
     """For this arena and the next one, by how many tensors the turns before have made."""
     steps, turns, arenas = 6, 5, 3
