@@ -427,9 +427,20 @@ def remove_leftovers(parent: Path) -> None:
 
 def with_checksum(content: Mapping[str, Any]) -> str:
     """Returns JSON as a file's text, with a checksum of the content."""
-    plain = json.dumps(content, indent=1) + "\n"
-    checksum = hashlib.sha256(plain.encode()).hexdigest()
-    return json.dumps({**content, "checksum": checksum}, indent=1) + "\n"
+    return _signed(json.dumps(content, indent=1))
+
+
+def has_checksum(text: str) -> bool:
+    """Returns whether a text is as :func:`with_checksum` gave it."""
+    return _signed(text[: -len(_LAST_LINES.format("0" * 64))] + "\n}") == text
+
+
+_LAST_LINES = ',\n "checksum": "{}"\n}}\n'
+
+
+def _signed(plain: str) -> str:
+    checksum = hashlib.sha256(f"{plain}\n".encode()).hexdigest()
+    return plain.removesuffix("\n}") + _LAST_LINES.format(checksum)
 
 
 # Python's values as JSON ######################################################

@@ -196,6 +196,12 @@ def hosted(pytestconfig: pytest.Config) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_to_collect() -> None:
+    """Of what a file's tests find: the collector, which hosted parts call, goes through theirs."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def surroundings() -> Iterator[None]:
     """Paths and variables that a test leaves go: with others, all later workers start from nothing.

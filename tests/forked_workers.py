@@ -5,8 +5,8 @@ test that isn't about starting learns nothing. Here ranks have *templates*: Pyth
 for even and one for odd ranks. Each is started when it is first needed, imports all that once, and
 forks the workers of its ranks for each launch of the session. From there on all is the package's:
 the worker runs ``_worker_main`` on its own pipe, in its own session, and ends with its launch. No
-state goes from one launch to the next: a template runs nothing but its imports. As with workers
-that start from nothing, the seeds of neighbours' hashes (and so the order of their sets) differ.
+state goes from one launch to the next: a template only imports, and makes some layers. As with
+workers that start from nothing, the seeds of neighbours' hashes (the order of their sets) differ.
 
 A launch whose paths or environment aren't those of the templates starts its workers from nothing;
 all do where an import starts a thread.
@@ -71,6 +71,8 @@ def import_everything() -> None:
         if not module.name.endswith(NOT_ONCE):
             importlib.import_module(module.name)
     keep_compiled_templates()
+    for layer in (nn.GATConv, nn.GATv2Conv, nn.GCNConv, nn.GraphConv, nn.SAGEConv):
+        layer(1, 1)  # PyG writes a module for a class when it first makes a layer of it.
     ops.why_missing(), pager.why_missing()  # Loads the libraries.
     # Notes which file each module is of, as registering operators asks of all modules.
     inspect.getmodule(compile("", "no file", "exec"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -181,10 +180,9 @@ def facts_of(layer: Any) -> LayerFacts:
 
 # Random numbers ###############################################################
 
-_WORDS = re.compile(
-    r"dropout|drop|rand|bernoulli|multinomial|normal_\(|gauss|uniform_\(|_sampl|sampling|sampler|"
-    r"\.sample|noise|exponential_|gumbel|generator",
-    re.IGNORECASE,
+_WORDS = (
+    *("drop", "rand", "bernoulli", "multinomial", "normal_(", "gauss", "uniform_(", "_sampl"),
+    *("sampling", "sampler", ".sample", "noise", "exponential_", "gumbel", "generator"),
 )
 _PLAIN = (
     *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
@@ -212,8 +210,7 @@ def _is_silent(module: Any) -> bool:
         return False
     if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
-    words = _words(kind)
-    if words is None or words - {"dropout"}:
+    if not _only_drops(kind):
         return False
     drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
     return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
@@ -224,16 +221,17 @@ _OWN_METHODS = frozenset({"forward", "message", "aggregate", "update", "edge_upd
 
 
 @cache
-def _words(kind: type) -> frozenset[str] | None:
-    """Returns words of randomness around a class of PyG; ``None`` of others'."""
+def _only_drops(kind: type) -> bool:
+    """Returns whether a class is PyG's, and its source has no words of randomness but dropout."""
     if not issubclass(kind, MessagePassing | Aggregation):
-        return None
-    found: set[str] = set()
+        return False
     for base in kind.__mro__:
         home = base.__module__
         own = home.startswith(("torch_geometric.nn.conv.", "torch_geometric.nn.aggr."))
         if own and base not in (MessagePassing, Aggregation):
-            found |= set(map(str.lower, _WORDS.findall(inspect.getsource(sys.modules[home]))))
+            source = inspect.getsource(sys.modules[home]).lower().replace("dropout", " ")
+            if any(word in source for word in _WORDS):
+                return False
         elif not own and not home.startswith(("torch.", "builtins", "pyg_sar.", "typing", "abc")):
-            return None
-    return frozenset(found)
+            return False
+    return True

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import check_regular, from_json, with_checksum
+from pyg_sar.files import check_regular, from_json, has_checksum
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
@@ -365,7 +365,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
         raise PartitionError(f"'{path}' does not describe a {FORMAT}")
     _check_version(root, content)
     content.pop("checksum", None)
-    if text != with_checksum(content):
+    if not has_checksum(text):
         raise damaged
     return parse_metadata(path, content)
 

@@ -28,6 +28,7 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import (
     empty_folder,
+    has_checksum,
     is_temporary,
     lock_folder,
     read_text,
@@ -108,7 +109,7 @@ class Unfinished:
             text = read_text(self.folder / name)
             content = json.loads(text)
             del content["checksum"]
-            return content if with_checksum(content) == text else None
+            return content if has_checksum(text) else None
         return None
 
     def _is_whole(self, path: Path, about: Mapping[str, Any] | None) -> bool:
