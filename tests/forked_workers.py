@@ -71,7 +71,8 @@ def import_everything() -> None:
         if not module.name.endswith(NOT_ONCE):
             importlib.import_module(module.name)
     keep_compiled_templates()
-    for layer in (nn.GATConv, nn.GATv2Conv, nn.GCNConv, nn.GraphConv, nn.SAGEConv):
+    common = (nn.GATConv, nn.GATv2Conv, nn.GCNConv, nn.GraphConv, nn.SAGEConv, nn.TransformerConv)
+    for layer in common:
         layer(1, 1)  # PyG writes a module for a class when it first makes a layer of it.
     ops.why_missing(), pager.why_missing()  # Loads the libraries.
     # Notes which file each module is of, as registering operators asks of all modules.
