@@ -38,6 +38,7 @@ EVERY = {
     "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
     "test_compiled::test_layers_compile_without_a_break": 3,
     "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
+    "test_contract::test_rule_6_ties": 2,
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 11,
     "test_dependence::test_what_is_fetched_and_computed_again": 2,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import some
 from oracle import (
     CHANNELS,
     EDGE_DIM,
@@ -138,8 +137,7 @@ def test_layers_equal_pyg(
     policies = POLICIES if world == 3 else POLICIES[1::3]
     for name, make in LAYERS.items():
         root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
-        chosen = some(policies, f"{name} {world}", 2)
-        sweep.add(name, Job(make().double(), root, (), chosen), data)
+        sweep.add(name, Job(make().double(), root, (), policies), data)
     sweep.check()
 
 
