@@ -226,10 +226,10 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     """With dropout, whose random numbers each part draws in its own turn."""
     root = write(tmp_path, 6000, 6)
     (tmp_path / "store").mkdir()
-    limited = {"memory": 72 * MB, "store": tmp_path / "store", "env": FRESH}
+    limited = {"parts": 6, "timeout": 60, "memory": 72 * MB, "store": tmp_path / "store"}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
-    for workers, how in [(1, limited), (3, limited)]:
-        found = pyg_sar.launch(train, workers, root, 2, parts=6, timeout=60, **how)
+    for workers, env in [(1, FRESH), (3, None)]:
+        found = pyg_sar.launch(train, workers, root, 2, env=env, **limited)
         for (losses, parameters, _), (losses_1, parameters_1, _) in zip(found, first, strict=True):
             assert losses == losses_1
             assert torch.equal(parameters, parameters_1)
