@@ -30,13 +30,21 @@ inline bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
 }
 
+// For the processors with the widest registers only.
+template <class Pass>
+void run_wide(const Pass& pass) {
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
+}
+
+// Heads that leave lanes of the widest registers are faster in narrower ones: what is left of a head is
+// taken a number at a time.
 template <class Pass>
 void run(const Pass& pass) {
-  if (has_avx512()) {
-    for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
-  } else {
-    for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
+  if constexpr (std::is_same_v<typename Pass::T, float>) {
+    const bool whole = !Pass::kByChannels || pass.t.channels % kLanes == 0;
+    if (whole && has_avx512()) return run_wide(pass);
   }
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
 }
 #else
 template <class Pass>
@@ -45,19 +53,11 @@ void run(const Pass& pass) {
 }
 #endif
 
-#ifdef PYG_SAR_LEVELS
-// With a constant number of channels: for the processors with the widest registers only.
-template <class Pass>
-void run_wide(const Pass& pass) {
-  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
-}
-#endif
-
 // Runs a pass that 'make' makes for a score and a number of channels (0: any).
 template <template <class, class, int64_t> class Pass, class T, class Score, class Make>
 void dispatch_channels(int64_t channels, const Make& make) {
 #ifdef PYG_SAR_LEVELS
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (std::is_same_v<T, float> && Pass<T, Score, 0>::kByChannels) {
     if (has_avx512()) {
       switch (channels) {
         case 8: return run_wide(make.template operator()<Pass<T, Score, 8>>());

@@ -14,6 +14,7 @@ template <class Number, class Score, int64_t kChannels>
 struct Forward {
   using T = Number;
   static constexpr Shape kShape = Score::kShape;
+  static constexpr bool kByChannels = !kShape.narrow_key;  // whether their number matters
   static constexpr bool kTermInValue = kShape.term == Term::kInKeyAndValue;
   Terms<T> t;
   T *acc, *maximum, *normaliser;

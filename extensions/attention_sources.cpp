@@ -13,6 +13,7 @@ namespace {
 template <class Number, class Score, int64_t kChannels>
 struct Sources {
   using T = Number;
+  static constexpr bool kByChannels = true;
   static constexpr Shape kShape = Score::kShape;
   Terms<T> t;
   Known<T> known;

@@ -12,6 +12,7 @@ namespace {
 template <class Number, class Score, int64_t kChannels>
 struct Targets {
   using T = Number;
+  static constexpr bool kByChannels = true;
   static constexpr bool kTermInValue = Score::kShape.term == Term::kInKeyAndValue;
   Terms<T> t;
   Known<T> known;

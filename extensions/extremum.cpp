@@ -31,29 +31,34 @@ struct ExtremumTile {
   const Row* rows;
   int64_t best_stride, ties_stride, row_stride, width;
 
-  template <int kLanes, int kVectors>
+  template <int kBytes, int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     constexpr int64_t kAhead = 32;
+    constexpr int kOnes = in_a_register<Row, kLanes, kBytes>, kParts = kLanes / kOnes;
+    using Vec = Lanes<Row, kOnes>;
     const int64_t final = segments.num_edges - 1;
-    const Lanes<Row, kLanes> one = Lanes<Row, kLanes>{} + Row(1), zero = {};
+    const Vec one = Vec{} + Row(1), zero = {};
     for (int64_t t = first; t < last; ++t) {
       Row* const top = best + segments.target(t) * best_stride;
       Row* const count = ties + segments.target(t) * ties_stride;
-      Lanes<Row, kLanes> high[kVectors], equal[kVectors];
-      int64_t at[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        at[v] = v + 1 < kVectors ? v * kLanes : width - kLanes;
-        read(high[v], top + at[v]);
-        read(equal[v], count + at[v]);
+      Vec high[kVectors * kParts], equal[kVectors * kParts];
+      const auto at = [&](int v) PYG_SAR_INLINED {
+        return (v / kParts + 1 < kVectors ? v / kParts * kLanes : width - kLanes) + v % kParts * kOnes;
+      };
+      PYG_SAR_UNROLLED
+      for (int v = 0; v < kVectors * kParts; ++v) {
+        read(high[v], top + at(v));
+        read(equal[v], count + at(v));
       }
       for (int64_t e = segments.offsets[t]; e < segments.offsets[t + 1]; ++e) {
         const int64_t later = e + kAhead < final ? e + kAhead : final;
         const Row* next = rows + segments.source[later] * row_stride;
         const Row* row = rows + segments.source[e] * row_stride;
-        for (int v = 0; v < kVectors; ++v) {
-          __builtin_prefetch(next + v * kLanes);
-          Lanes<Row, kLanes> x;
-          read(x, row + at[v]);
+        PYG_SAR_UNROLLED
+        for (int v = 0; v < kVectors * kParts; ++v) {
+          if (v % kParts == 0) __builtin_prefetch(next + v * kOnes);
+          Vec x;
+          read(x, row + at(v));
           // NaN replaces everything and is replaced by nothing; nothing is equal to it.
           const auto better = kLargest ? x > high[v] : x < high[v];
           const auto wrong = x != x;
@@ -64,9 +69,10 @@ struct ExtremumTile {
           high[v] = wrong ? x : high[v];
         }
       }
-      for (int v = 0; v < kVectors; ++v) {
-        std::memcpy(top + at[v], &high[v], sizeof(high[v]));
-        std::memcpy(count + at[v], &equal[v], sizeof(equal[v]));
+      PYG_SAR_UNROLLED
+      for (int v = 0; v < kVectors * kParts; ++v) {
+        std::memcpy(top + at(v), &high[v], sizeof(high[v]));
+        std::memcpy(count + at(v), &equal[v], sizeof(equal[v]));
       }
     }
   }
@@ -82,42 +88,46 @@ struct ExtremumGradientTile {
   int64_t total_stride, row_stride, gradient_stride, best_stride, width;
   std::atomic<int64_t>* reached;
 
-  template <int kLanes, int kVectors>
+  template <int kBytes, int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     constexpr int64_t kAhead = 16;
+    constexpr int kOnes = in_a_register<Row, kLanes, kBytes>, kParts = kLanes / kOnes;
+    using Vec = Lanes<Row, kOnes>;
     const int64_t final = segments.num_edges - 1;
-    const Lanes<Row, kLanes> one = Lanes<Row, kLanes>{} + Row(1), zero = {};
+    const Vec one = Vec{} + Row(1), zero = {};
     int64_t all = 0;
+    const auto at = [&](int v) PYG_SAR_INLINED {
+      return (v / kParts + 1 < kVectors ? v / kParts * kLanes : width - kLanes) + v % kParts * kOnes;
+    };
     for (int64_t t = first; t < last; ++t) {
       const Row* row = rows + segments.target(t) * row_stride;
-      Lanes<Row, kLanes> x[kVectors], sum[kVectors] = {}, hits[kVectors] = {};
-      int64_t at[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        at[v] = v + 1 < kVectors ? v * kLanes : width - kLanes;
-        read(x[v], row + at[v]);
-      }
+      Vec x[kVectors * kParts], sum[kVectors * kParts] = {}, hits[kVectors * kParts] = {};
+      PYG_SAR_UNROLLED
+      for (int v = 0; v < kVectors * kParts; ++v) read(x[v], row + at(v));
       for (int64_t e = segments.offsets[t]; e < segments.offsets[t + 1]; ++e) {
         const int64_t i = segments.source[e];
         const int64_t later = segments.source[e + kAhead < final ? e + kAhead : final];
-        for (int v = 0; v < kVectors; ++v) {
-          __builtin_prefetch(best + later * best_stride + at[v]);
-          __builtin_prefetch(gradient + later * gradient_stride + at[v]);
-          Lanes<Row, kLanes> top, g;
-          read(top, best + i * best_stride + at[v]);
-          read(g, gradient + i * gradient_stride + at[v]);
-          const auto same = x[v] == top;
-          sum[v] += same ? g : zero;
-          hits[v] += same ? one : zero;
+        PYG_SAR_UNROLLED
+        for (int v = 0; v < kVectors * kParts; ++v) {
+          if (v % kParts == 0) {
+            __builtin_prefetch(best + later * best_stride + at(v));
+            __builtin_prefetch(gradient + later * gradient_stride + at(v));
+          }
+          Vec top, g;
+          read(top, best + i * best_stride + at(v));
+          read(g, gradient + i * gradient_stride + at(v));
+          sum[v] += x[v] == top ? g : zero;
+          hits[v] += x[v] == top ? one : zero;
         }
       }
       Row* to = total + segments.target(t) * total_stride;
+      const int skipped = kVectors * kLanes - static_cast<int>(width);
       for (int v = 0; v < kVectors; ++v) {
-        const int skipped = v + 1 == kVectors ? kVectors * kLanes - static_cast<int>(width) : 0;
         Row shares[kLanes], count[kLanes];
-        std::memcpy(shares, &sum[v], sizeof(shares));
-        std::memcpy(count, &hits[v], sizeof(count));
-        for (int k = skipped; k < kLanes; ++k) {
-          to[at[v] + k] += shares[k];
+        std::memcpy(shares, &sum[v * kParts], sizeof(shares));
+        std::memcpy(count, &hits[v * kParts], sizeof(count));
+        for (int k = v + 1 == kVectors ? skipped : 0; k < kLanes; ++k) {
+          to[at(v * kParts) + k] += shares[k];
           all += static_cast<int64_t>(count[k]);
         }
       }
@@ -127,28 +137,28 @@ struct ExtremumGradientTile {
 };
 
 // Calls run<lanes, vectors> for the tile's width.
-template <int kLanes, class Tile>
+template <int kBytes, int kLanes, class Tile>
 PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
   switch ((tile.width + kLanes - 1) / kLanes) {
     case 1:
-      return tile.template run<kLanes, 1>(first, last);
+      return tile.template run<kBytes, kLanes, 1>(first, last);
     case 2:
-      return tile.template run<kLanes, 2>(first, last);
+      return tile.template run<kBytes, kLanes, 2>(first, last);
     case 3:
-      return tile.template run<kLanes, 3>(first, last);
+      return tile.template run<kBytes, kLanes, 3>(first, last);
     default:
-      return tile.template run<kLanes, kMostExtremumVectors>(first, last);
+      return tile.template run<kBytes, kLanes, kMostExtremumVectors>(first, last);
   }
 }
 
 // Adds the tile's columns for a run of targets.
 template <class Row, class Tile>
 void run_tile(const Tile& tile, int64_t first, int64_t last) {
-  on_best([&](auto) PYG_SAR_INLINED {
-    constexpr int kLanes = kFullLanes<Row>;
-    if (tile.width >= kLanes) return run_vectors<kLanes>(tile, first, last);
-    if (tile.width >= kLanes / 4) return run_vectors<kLanes / 4>(tile, first, last);
-    run_vectors<1>(tile, first, last);
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    constexpr int kBytes = decltype(registers)::kBytes, kLanes = kFullLanes<Row>;
+    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes>(tile, first, last);
+    if (tile.width >= kLanes / 4) return run_vectors<kBytes, kLanes / 4>(tile, first, last);
+    run_vectors<kBytes, 1>(tile, first, last);
   });
 }
 

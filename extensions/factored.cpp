@@ -114,6 +114,7 @@ struct FactoredForward {
   FactoredForward(const Factors<kHeads>& of, const float* keys, const State& state)
       : t(of.t), factors(of), pairs(keys), acc(state.acc), maximum(state.maximum),
         normaliser(state.normaliser) {
+    PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) {
       place[v] = v + 1 < kVectors ? v * kLanes : t.width() - kLanes;
       for (int l = 0; l < kFull; ++l) {
@@ -144,6 +145,7 @@ struct FactoredForward {
     for (int64_t e = t.offsets[u], stop = t.offsets[u + 1]; e < stop; ++e) {
       const int64_t later = t.source[e + kAhead < last ? e + kAhead : last];
       const float* next = t.value.data + later * t.value.stride;
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) __builtin_prefetch(next + v * kLanes);
       if constexpr (kCrosses) __builtin_prefetch(next + t.width() - 1);
       __builtin_prefetch(pairs + later * 2 * kHeads);
@@ -157,6 +159,7 @@ struct FactoredForward {
         constexpr uint32_t kAgain = 0xFFFF / ((1u << kHeads) - 1);
         weight = _mm512_maskz_mov_ps(kept_heads<kHeads>(t, e) * kAgain, weight);
       }
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
         sum[v] += repeated<kLanes>(row + place[v]) * picked(weight, head[v]);
       }
@@ -171,9 +174,11 @@ struct FactoredForward {
     const float kept = t.drop_key == nullptr ? 1.0f : t.kept;
     float* out = acc + i * t.width();
     Lanes x[kVectors];
+    PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) {
       x[v] = repeated<kLanes>(out + place[v]) * picked(before, head[v]) + sum[v] * kept;
     }
+    PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) std::memcpy(out + place[v], &x[v], kLanes * sizeof(float));
     float totals[kFull];
     std::memcpy(totals, &total, sizeof(totals));

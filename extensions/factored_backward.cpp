@@ -191,6 +191,7 @@ struct FactoredSources {
     const int64_t j = t.target(u), stop = t.offsets[u + 1];
     const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kHeads>::kOfSource;
     Segment s;
+    PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) s.value[v] = read(value, v);
     s.large = repeated<kPadded>(own);
     s.small = repeated<kPadded>(own + kPadded);
@@ -199,6 +200,7 @@ struct FactoredSources {
       add_group(products, s, queries, e, static_cast<int>(std::min<int64_t>(kEdges, stop - e)));
     }
     if (float* out = grad_value.row(j)) {
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) write(out, v, read(out, v) + s.sum[v]);
     }
     if (float* out = grad_key.row(j)) {
@@ -218,8 +220,10 @@ struct FactoredSources {
     for (int i = 0; i < n; ++i) {
       fetch_edge(queries, e + kAhead + i);
       const float* row = gradient_of(e + i);
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; v += kEach) {
         Lanes product = read(row, v) * s.value[v];
+        PYG_SAR_UNROLLED
         for (int r = 1; r < kEach; ++r) product += read(row, v + r) * s.value[v + r];
         products[i * kProducts + v / kEach] = product;
       }
@@ -246,6 +250,7 @@ struct FactoredSources {
   PYG_SAR_INLINE_512 void gather(Lanes* part, int64_t e) const {
     if constexpr (kPadded == 8) {
       const float *a = factors_of(e), *b = factors_of(e + 1);
+      PYG_SAR_UNROLLED
       for (int p = 0; p < 4; p += 2) {
         const Lanes x = repeated<kFull>(a + p * 8), y = repeated<kFull>(b + p * 8);
         part[p] = halves<0>(x, y, kAllLanes);
@@ -253,6 +258,7 @@ struct FactoredSources {
       }
     } else {
       Lanes x[4];
+      PYG_SAR_UNROLLED
       for (int r = 0; r < 4; ++r) {
         float rows[kFull];
         for (int i = 0; i < kEdges / 4; ++i) {
@@ -289,6 +295,7 @@ struct FactoredSources {
     std::memcpy(by, &weight, sizeof(by));
     for (int i = 0; i < n; ++i) {
       const float* row = gradient_of(e + i);
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (kIsHalf) {
           s.sum[v] += read(row, v) * picked(weight, i * kPadded + 2 * v + kLane / 8);
@@ -316,14 +323,6 @@ template <int kHeads>
 PYG_SAR_512 bool on_sources(const Factors<kHeads>& factors, float* out, int64_t first,
                             int64_t last) {
   return factors.of_sources(out, first, last);
-}
-
-// Calls work(first, last) for runs of rows.
-template <class Work>
-void for_rows(int64_t rows, const Work& work) {
-  for_chunks((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-    work(task * kRowsPerTask, std::min((task + 1) * kRowsPerTask, rows));
-  });
 }
 
 template <int kHeads, int kEach, Layout kLayout>

@@ -40,6 +40,7 @@ struct SumTile {
 
   PYG_SAR_INLINE void ask_for(const Row* target) const {
     const char* const at = reinterpret_cast<const char*>(target);
+    PYG_SAR_ROLLED
     for (int64_t b = 0; b < width * int64_t{sizeof(Row)}; b += kLine) __builtin_prefetch(at + b, 1);
   }
 
@@ -61,10 +62,13 @@ struct SumTile {
         const char* next = reinterpret_cast<const char*>(rows + source[later] * row_stride);
         const Row* row = rows + source[e] * row_stride;
         constexpr int64_t kRead = kVectors * kLanes * sizeof(Row);
+        PYG_SAR_UNROLLED
         for (int64_t at = 0; at < kRead; at += kLine) __builtin_prefetch(next + at);
         if (over != 0) __builtin_prefetch(next + over);
+        PYG_SAR_UNROLLED
         for (int v = 0; v < kVectors; ++v) {
           const Row* const from = row + (v + 1 < kVectors ? v * kLanes : tail);
+          PYG_SAR_UNROLLED
           for (int p = 0; p < kParts; ++p) {
             Vector<Acc, kOnes> x;
             load<kOnes>(x, from + p * kOnes);
@@ -79,12 +83,17 @@ struct SumTile {
       int64_t e = offset(t);
       const int64_t stop = offset(t + 1);
       for (; e + kApart <= stop; e += kApart) {
+        PYG_SAR_UNROLLED
         for (int part = 0; part < kApart; ++part) add(e + part, part);
       }
+      PYG_SAR_ROLLED
       for (; e < stop; ++e) add(e, 0);
       Row* target = out + segments.target(t) * out_stride;
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
+        PYG_SAR_UNROLLED
         for (int part = 1; part < kApart; ++part) {
+          PYG_SAR_UNROLLED
           for (int p = 0; p < kParts; ++p) sum[v][0][p] += sum[v][part][p];
         }
         Vector<Acc, kLanes> found;

@@ -74,18 +74,22 @@ void add_moments(const Rows<Row>& x, int64_t begin, int64_t end, double* mean, d
       std::fill(centre, centre + 3 * x.width, Acc(0));
       for (int64_t i = at; i < stop; ++i) {
         const Row* row = x[i];
+#pragma omp simd
         for (int64_t c = 0; c < x.width; ++c) centre[c] += static_cast<Acc>(row[c]);
       }
+#pragma omp simd
       for (int64_t c = 0; c < x.width; ++c) centre[c] /= static_cast<Acc>(stop - at);
       // About the rounded mean; what is left of the sum corrects both.
       for (int64_t i = at; i < stop; ++i) {
         const Row* row = x[i];
+#pragma omp simd
         for (int64_t c = 0; c < x.width; ++c) {
           const Acc apart = static_cast<Acc>(row[c]) - centre[c];
           left[c] += apart;
           square[c] += apart * apart;
         }
       }
+#pragma omp simd
       for (int64_t c = 0; c < x.width; ++c) {
         const double rest = left[c];
         merge(count, mean[c], squares[c], more, centre[c] + rest / more, square[c] - rest * rest / more);
@@ -106,12 +110,14 @@ void add_products(const Rows<Row>& gradient, const Rows<Row>& x, const Wide<Row>
       std::fill(sum, sum + 2 * width, Acc(0));
       for (int64_t i = at; i < std::min(at + kRows, end); ++i) {
         const Row *g = gradient[i], *row = x[i];
+#pragma omp simd
         for (int64_t c = 0; c < width; ++c) {
           const Acc value = static_cast<Acc>(g[c]);
           sum[c] += value;
           scaled[c] += value * (static_cast<Acc>(row[c]) - shift[c]);
         }
       }
+#pragma omp simd
       for (int64_t c = 0; c < width; ++c) {
         total[c] += sum[c];
         product[c] += scaled[c];
@@ -207,11 +213,13 @@ Tensor scale_rows_cpu(const Tensor& given, const Tensor& shift, const Tensor& sc
           const Row *in = from[i], *with = of[i];
           Row* result = to + i * width;
           if (adds) {
+#pragma omp simd
             for (int64_t c = 0; c < width; ++c) {
               result[c] = static_cast<Row>((static_cast<Acc>(in[c]) - a[c]) * s[c] +
                                            (static_cast<Acc>(with[c]) - o[c]) * f[c]);
             }
           } else {
+#pragma omp simd
             for (int64_t c = 0; c < width; ++c) {
               result[c] = static_cast<Row>((static_cast<Acc>(in[c]) - a[c]) * s[c] + o[c]);
             }

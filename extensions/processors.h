@@ -8,6 +8,15 @@
 #define PYG_SAR_INLINED __attribute__((always_inline))  // of a lambda
 #define PYG_SAR_INLINE inline PYG_SAR_INLINED
 
+// Of a loop over registers: they are none where it has a counter. Of one that is not to be unrolled.
+#ifdef __clang__
+#define PYG_SAR_UNROLLED _Pragma("unroll")
+#define PYG_SAR_ROLLED _Pragma("nounroll")
+#else
+#define PYG_SAR_UNROLLED _Pragma("GCC unroll 16")
+#define PYG_SAR_ROLLED _Pragma("GCC unroll 1")
+#endif
+
 // One build runs on any x86-64 with AVX2 and FMA: the version for the processor at hand is called.
 // They are named by feature: by architecture (arch=haswell) another maker's processor would get none.
 #if defined(__x86_64__) && !defined(PYG_SAR_ONE_VERSION)

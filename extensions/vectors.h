@@ -64,6 +64,10 @@ PYG_SAR_INLINE void add_to(Row* to, const Vector<Wide<Row>, kLanes>& from, int f
   using Acc = Wide<Row>;
   Acc lanes[kLanes];
   std::memcpy(lanes, &from, sizeof(from));
+  if (first == 0) {  // a whole vector
+    for (int k = 0; k < kLanes; ++k) to[k] = static_cast<Row>(static_cast<Acc>(to[k]) + lanes[k]);
+    return;
+  }
   for (int k = first; k < kLanes; ++k) to[k] = static_cast<Row>(static_cast<Acc>(to[k]) + lanes[k]);
 }
 

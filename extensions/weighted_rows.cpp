@@ -45,8 +45,11 @@ struct Weighted {
       }
       const T* row = rows.at(e) + first;
       const T* weight = w + e * rows.heads + head;
+      PYG_SAR_UNROLLED
       for (int h = 0; h < kHeads; ++h) {
+        PYG_SAR_UNROLLED
         for (int v = 0; v < kEach; ++v) {
+          PYG_SAR_UNROLLED
           for (int part = 0; part < kParts; ++part) {
             Vector<T, kOnes> x;
             load<kOnes>(x, row + place(h, v) + part * kOnes);
@@ -57,7 +60,9 @@ struct Weighted {
     }
     // Lanes of the last vector that the one before it has added.
     const int added = kWhole ? 0 : static_cast<int>((kEach - 1) * kLanes - tail);
+    PYG_SAR_UNROLLED
     for (int h = 0; h < kHeads; ++h) {
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kEach; ++v) {
         const bool overlaps = v + 1 == kEach && added > 0;
         T* to = acc + first + place(h, v);
@@ -160,10 +165,12 @@ struct SideBySide {
       if (fetches) {
         const int64_t later = e + kAhead < last ? e + kAhead : last;
         const float* next = rows.at(later) + first;
+        PYG_SAR_UNROLLED
         for (int v = 0; v < kCount; ++v) __builtin_prefetch(next + v * kLanes);
       }
       const float* row = rows.at(e) + first;
       const float* weight = w + e * rows.heads + head;
+      PYG_SAR_UNROLLED
       for (int v = 0; v < kCount; ++v) {
         Lanes x, by;
         load<kLanes>(x, row + v * kLanes);
@@ -171,6 +178,7 @@ struct SideBySide {
         sum[v] += x * spread(by, std::make_integer_sequence<int, kLanes>{});
       }
     }
+    PYG_SAR_UNROLLED
     for (int v = 0; v < kCount; ++v) {
       float* to = acc + first + v * kLanes;
       Lanes total;
