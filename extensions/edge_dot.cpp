@@ -40,8 +40,10 @@ struct Dots {
     }
   }
 
-  PYG_SAR_INLINE void operator()(int64_t first, int64_t last) const {
-    constexpr int kLanes = kFullLanes<Wide<Row>>;
+  // Registers of kBytes.
+  template <int kBytes>
+  PYG_SAR_INLINE void go(int64_t first, int64_t last) const {
+    constexpr int kLanes = kBytes / sizeof(Wide<Row>);
     constexpr int64_t kAhead = 16, kMostBytes = 1024;
     const int64_t full = width / kLanes * kLanes, final = segments.num_edges - 1;
     const int64_t bytes = std::min<int64_t>(width * sizeof(Row), kMostBytes);
@@ -99,7 +101,9 @@ Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& so
                                 g.stride(0),
                                 x.size(1)};
     for_targets(dots.segments, [&](int64_t first, int64_t last) {
-      on_best([&](auto) PYG_SAR_INLINED { dots(first, last); });
+      on_best([&](auto registers) PYG_SAR_INLINED {
+        dots.template go<decltype(registers)::kBytes>(first, last);
+      });
     });
   };
   for_dtype(rows.scalar_type(), [&](auto row) {

@@ -151,10 +151,10 @@ PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
   }
 }
 
-// Adds the tile's columns for a run of targets.
+// Adds the tile's columns for a run of targets. GCC makes scalars of comparisons in registers of AVX-512.
 template <class Row, class Tile>
 void run_tile(const Tile& tile, int64_t first, int64_t last) {
-  on_best([&](auto registers) PYG_SAR_INLINED {
+  on_half([&](auto registers) PYG_SAR_INLINED {
     constexpr int kBytes = decltype(registers)::kBytes, kLanes = kFullLanes<Row>;
     if (tile.width >= kLanes) return run_vectors<kBytes, kLanes>(tile, first, last);
     if (tile.width >= kLanes / 4) return run_vectors<kBytes, kLanes / 4>(tile, first, last);

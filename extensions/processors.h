@@ -63,6 +63,16 @@ auto on_best(const Work& work) {
 #endif
 }
 
+// The same without a version for AVX-512.
+template <class Work>
+auto on_half(const Work& work) {
+#ifdef PYG_SAR_LEVELS
+  return on_avx2(work);
+#else
+  return work(Registers<16>{});
+#endif
+}
+
 // Says if there is a version for this processor.
 inline bool runs_here() {
 #ifdef PYG_SAR_LEVELS
