@@ -422,6 +422,7 @@ CASES |= {
     "merged": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3) * 2,
     "merged and parted": lambda v: F.linear(torch.stack([v.x, v.x * 2]), v.w.t(), v.w[0]),
     "attention of all pairs": attention(False),
+    "embedding of several ids in a row": lambda v: F.embedding(torch.arange(12).view(4, 3), v.x),
     "attention of each node": attention(True),
     "masked attention": lambda v: F.scaled_dot_product_attention(
         *[v.z.transpose(0, 1)[None]] * 3, attn_mask=inner(v) > inner(v).mean()
@@ -496,7 +497,7 @@ REFUSED: dict[str, Callable[[Values], Any]] = {
     "a shape that changes": lambda v: v.x.resize_(N, 1),
     "merged rows": lambda v: v.z.transpose(0, 1).reshape(3, 2 * N),
     "rows and a mask of columns": lambda v: put(v.x, (slice(2, 5), v.x[0] > 0), 1.0),
-    "random numbers into some columns": lambda v: v.x[:, :2].uniform_(),
+    "random numbers by others, transposed": lambda v: v.x.t().bernoulli_(v.x.t().sigmoid()),
     "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
 }
 
@@ -566,6 +567,55 @@ def test_random_numbers_are_those_of_one_process(piece: int) -> None:
     for found in pyg_sar.launch(_drawn, 2, piece):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same numbers, column by column in memory."""
+    return x.t().contiguous().t()
+
+
+ORDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a column": lambda x: x[:, 3].uniform_(),
+    "columns": lambda x: x[:, 2:5].normal_(),
+    "columns by other numbers": lambda x: x[:, :2].bernoulli_((x[:, :2] + 0.5).clone()),
+    "each second row": lambda x: x[::2].normal_(),
+    "rows of columns": lambda x: x[:, 1:4][4:16].normal_(),
+    "columns of rows": lambda x: x[2:18:2, 1:3].uniform_(),
+    "rows, transposed": lambda x: x.t()[:, 4:16].uniform_(),
+    "rows, split": lambda x: x.t().split(7, 1)[1].exponential_(),
+    "like rows, transposed": lambda x: torch.randn_like((x + 1).t()[:, 4:16]),
+    "dropped rows, transposed": lambda x: F.dropout(x.t()[:, 4:16] + 1, 0.5),
+    "permuted": lambda x: F.dropout(x.view(-1, 2, 3).permute(2, 0, 1)[:, 2:9] + 1, 0.5),
+    "softmax": lambda x: F.dropout(x.t().softmax(1).t(), 0.5),
+    "cumsum": lambda x: F.dropout((x + 1).t().cumsum(1).t(), 0.5),
+    "roll": lambda x: F.dropout((x + 1).t().roll(3, 1).t(), 0.5),
+    "batch norm": lambda x: F.dropout(
+        F.batch_norm(_transposed(x), None, None, None, x[0] + 1, True), 0.5
+    ),
+    "group norm": lambda x: F.dropout(
+        F.group_norm(_transposed(x), 2, None, torch.ones(6).to(x)), 0.5
+    ),
+}
+"""Draws into views and results that lie in memory in another order than that of their axes."""
+
+
+def _in_orders(x: Tensor) -> dict[str, Any]:
+    found = {}
+    for name, draw in ORDERS.items():
+        torch.manual_seed(5)
+        written = x.clone()
+        found[name] = [whole(t, "test") for t in (draw(written), written, torch.rand(2))]
+    return found
+
+
+def test_draws_follow_the_order_in_memory_of_one_process() -> None:
+    def work() -> dict[str, Any]:
+        rows = _layout()
+        return _in_orders(wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0))
+
+    expected = _in_orders(torch.zeros(N, 6, dtype=DOUBLE))
+    for found in parts(work, 2):
+        torch.testing.assert_close(found, expected)
 
 
 def _of_halves(x: Tensor, y: Tensor) -> list[Tensor]:

@@ -73,6 +73,15 @@ def scaled(inverse: Tensor, weight: Tensor | None) -> Tensor:
     return inverse if weight is None else inverse * weight.double()
 
 
+def _standardised(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Standardised rows that lie in memory as ``x`` does, as operators on each element make them.
+
+    Random numbers, those of a dropout, follow the order in memory.
+    """
+    out = standardise(x, *args, **options)
+    return out if x.is_contiguous() else torch.empty_like(x, dtype=out.dtype).copy_(out)
+
+
 class DistGraphNorm(gnn.GraphNorm):
     r""":class:`torch_geometric.nn.GraphNorm` over the nodes of all workers.
 
@@ -95,7 +104,7 @@ class DistGraphNorm(gnn.GraphNorm):
         spread = found.variance + ((1 - kept) * found.mean).square()
         scale = scaled((spread + self.eps).rsqrt(), self.weight)
         dtype = plain_dtype(self, gnn.GraphNorm, x, batch)
-        return standardise(x, found.mean * kept, scale, self.bias, batch, dtype)
+        return _standardised(x, found.mean * kept, scale, self.bias, batch, dtype)
 
 
 class DistGraphSizeNorm(gnn.GraphSizeNorm):
@@ -125,7 +134,7 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
             return super().forward(x, batch, dim_size)
         found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
         dtype = plain_dtype(self, gnn.MeanSubtractionNorm, x, batch)
-        return standardise(x, found.mean, batch=batch, dtype=dtype)
+        return _standardised(x, found.mean, batch=batch, dtype=dtype)
 
 
 class DistPairNorm(gnn.PairNorm):
@@ -142,10 +151,10 @@ class DistPairNorm(gnn.PairNorm):
         order = 1 if self.scale_individually else 2
         found = graph_moments("PairNorm", x, batch, batch_size, order=order)
         if self.scale_individually:
-            x = standardise(x, found.mean, batch=batch)
+            x = _standardised(x, found.mean, batch=batch)
             return (self.scale * x / (self.eps + x.norm(2, -1, keepdim=True))).to(dtype)
         length = (self.eps + found.variance.sum(-1, keepdim=True)).sqrt()
-        return standardise(x, found.mean, self.scale / length, None, batch, dtype)
+        return _standardised(x, found.mean, self.scale / length, None, batch, dtype)
 
 
 class DistLayerNorm(gnn.LayerNorm):
@@ -172,7 +181,7 @@ class DistLayerNorm(gnn.LayerNorm):
             inverse = (variance + self.eps).rsqrt()
         dtype = plain_dtype(self, gnn.LayerNorm, x, batch)
         shift = mean.expand_as(found.mean)
-        return standardise(x, shift, scaled(inverse, self.weight), self.bias, batch, dtype)
+        return _standardised(x, shift, scaled(inverse, self.weight), self.bias, batch, dtype)
 
 
 class DistInstanceNorm(gnn.InstanceNorm):

@@ -33,7 +33,7 @@ scaled, and where a backward pass begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
@@ -235,6 +235,7 @@ class NodeTensor(Tensor):
                     out = found(func, args, kwargs)
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
+                _lay(func, args, kwargs, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
@@ -384,12 +385,69 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
     with _excludes(_VERSIONS, False):
         out = view(args[0])
+        _lay(func, args, kwargs, out)
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(
             _with_origin(func, args, kwargs, part, lambda t, k=k: view(t)[k]) for k, part in parts
         )
     return _with_origin(func, args, kwargs, out, view)
+
+
+_ORDERED = (
+    *("slice", "split", "split_with_sizes", "cumsum", "cumprod", "roll"),
+    *("_softmax", "_log_softmax"),
+)
+"""Operators along rows whose result lies in memory as their argument, unlike their rules'."""
+
+
+def _lay(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Lays rows in memory as those of one process's result lie, which draws follow.
+
+    By their rules they are in the order of the axes; one process's are in another where those of
+    the argument are. Views that are no copies, and what works on each element, lie right already.
+    """
+    if func._schema.name.removeprefix("aten::") not in _ORDERED:
+        return
+    given = node_tensors(args)
+    apart = func.is_view and any(isinstance(step, int) and step > 1 for step in args[4:])
+    if not apart and all(t.make is not None or t.local.is_contiguous() for t in given):
+        return
+    try:  # Without memory.
+        found = func(*mapped(_lying, args), **mapped(_lying, kwargs))
+    except (RuntimeError, TypeError, ValueError):
+        return  # What depends on values.
+    for one, like in zip(tensors_in([out]), tensors_in([found]), strict=False):
+        if not isinstance(one, NodeTensor) or one.make is not None or one.shape != like.shape:
+            continue
+        local, steps = one.local, like.stride()
+        if any(t.make is None and shares_memory(local, t.local) for t in given):
+            continue
+        order = sorted(range(like.dim()), key=lambda d: -steps[d])
+        gaps = not like.permute(order).is_contiguous()
+        if gaps or not local.permute(order).is_contiguous():
+            one._local = new_in_order(local, local.shape, order, gaps).copy_(local)
+
+
+def new_in_order(like: Tensor, shape: Sequence[int], order: Sequence[int], gaps: bool) -> Tensor:
+    """Returns a tensor of a shape, whose axes are in an order in memory, with gaps or without."""
+    sizes = [shape[d] for d in order]
+    back = [list(order).index(d) for d in range(len(sizes))]
+    new = like.new_empty([*sizes, 2])[..., 0] if gaps else like.new_empty(sizes)
+    return new.permute(back)
+
+
+def _lying(t: Tensor) -> Tensor:
+    """Returns a tensor without memory that lies as one process's does, for all we know here."""
+    if not isinstance(t, NodeTensor):
+        return torch.empty_like(t, device="meta")
+    steps = t.local.stride()
+    order = sorted(range(t.dim()), key=lambda d: -steps[d])
+    base = t.local[tuple(slice(None) if step else slice(1) for step in steps)]  # Of expand().
+    gaps = not base.permute(order).is_contiguous()
+    shape = [n if step else 1 for n, step in zip(t.shape, steps, strict=True)]
+    like = torch.empty(0, dtype=t.dtype, device="meta")
+    return new_in_order(like, shape, order, gaps).expand(t.shape)
 
 
 def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:

@@ -70,4 +70,5 @@ def _normalized(given: dict[str, Any], dims: list[int], own: bool) -> Tensor:
     for name, apply in (("weight", torch.mul), ("bias", torch.add)):
         if given[name] is not None:
             out = apply(out, given[name].view(shape))
-    return out.to(x.dtype)
+    out = out.to(x.dtype)
+    return out if x.dim() > 3 else out.contiguous()  # Pictures keep the order of their axes.

@@ -18,6 +18,7 @@ from pyg_sar.tensors.node_tensor import (
     mapped,
     method,
     name_of,
+    new_in_order,
     node_tensors,
     refusal,
     rule,
@@ -184,15 +185,16 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     if node_tensors(rest, kwargs):
         if not isinstance(target, NodeTensor):
             return into_plain(func, args, kwargs)
-        if not target.rows.agree(target.local.is_contiguous()):
+        lies = _order_in_memory(func, target)
+        if lies is not None and lies[0] != list(range(target.dim())):
             raise refusal(func, _OTHER_ORDER, target)
         target.local.copy_(_of_rows(func, args, kwargs))
     else:
-        order = _order_in_memory(func, target)
+        lies = _order_in_memory(func, target)
         draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
         plain = func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None
         p = arguments(func, args, kwargs)["p"] if plain else None
-        own = _own_of(target, draw, p) if order is None else _own_as(target, draw, order)
+        own = _own_of(target, draw, p) if lies is None else _own_as(target, draw, lies)
         target.local.copy_(own)
     return target
 
@@ -200,11 +202,13 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
 _OTHER_ORDER = "on such a view would draw in another order: take x.contiguous() before"
 
 
-def _order_in_memory(func: Any, source: NodeTensor) -> list[int] | None:
-    """Returns the axes as one process's tensor has them in memory; ``None``: in their own order.
+def _order_in_memory(func: Any, source: NodeTensor) -> tuple[list[int], bool] | None:
+    """Returns the axes as one process's tensor has them in memory, and whether it has gaps.
+
+    ``None``: in their own order, without gaps.
 
     Raises:
-        DistributedIndexError: Workers' rows lie in different orders, with gaps, or take too much.
+        DistributedIndexError: Workers' rows lie in different orders, or take too much.
     """
     local, steps = source.local, source.local.stride()
     wide = [d for d, n in enumerate(local.shape) if n > 1 and steps[d]]
@@ -219,17 +223,19 @@ def _order_in_memory(func: Any, source: NodeTensor) -> list[int] | None:
     most, least, gaps = told.tolist()
     own = list(range(local.dim()))
     order = own if most < 0 else [most >> 4 * k & 15 for k in own]
-    large = order != own and source.numel() * source.element_size() > GATHER_LIMIT
-    if gaps or large or (most >= 0 and most != -least):
+    plain = order == own and not gaps
+    large = not plain and source.numel() * source.element_size() * (1 + gaps) > GATHER_LIMIT
+    if large or (most >= 0 and most != -least):
         raise refusal(func, _OTHER_ORDER, source)
-    return None if order == own else order
+    return None if plain else (order, bool(gaps))
 
 
-def _own_as(source: NodeTensor, draw: Callable[[Tensor], Tensor], order: list[int]) -> Tensor:
+def _own_as(
+    source: NodeTensor, draw: Callable[[Tensor], Tensor], lies: tuple[list[int], bool]
+) -> Tensor:
     """Returns this worker's rows of what ``draw`` makes of one process's tensor, as that lies."""
-    like = source.local.new_empty([source.size(d) for d in order])
-    back = [order.index(d) for d in range(len(order))]
-    return source.rows.cut(draw(like.permute(back)), source.axis)
+    like = new_in_order(source.local, source.shape, *lies)
+    return source.rows.cut(draw(like), source.axis)
 
 
 def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | None = None) -> Tensor:
@@ -262,9 +268,9 @@ def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
     as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
     dense = wrap(torch.empty_like(source.local), source.rows, source.axis)
-    order = _order_in_memory(func, dense) if as_it_lies else None
+    lies = _order_in_memory(func, dense) if as_it_lies else None
     draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
-    drawn = _own_of(source, draw) if order is None else _own_as(source, draw, order)
+    drawn = _own_of(source, draw) if lies is None else _own_as(source, draw, lies)
     return wrap(drawn, source.rows, source.axis)
 
 

@@ -137,7 +137,10 @@ def _embedding_of_rows(func: Any, args: Any, kwargs: Any) -> Any:
         ids = index.local if isinstance(index, NodeTensor) else index
         if ids.numel() and int(ids.min()) < 0:
             raise IndexError("index out of range in self")  # as torch; others' ids may be right
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])
+        found = table.index_select(0, index.reshape(-1))
+        if index.dim() > 1 and not isinstance(index, NodeTensor) and isinstance(found, NodeTensor):
+            found = found.full_tensor()  # By ids that all workers have, several in a row.
+        return found.view(*index.shape, *table.shape[1:])
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
