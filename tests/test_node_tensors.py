@@ -588,6 +588,8 @@ ORDERS: dict[str, Callable[[Tensor], Any]] = {
     "permuted": lambda x: F.dropout(x.view(-1, 2, 3).permute(2, 0, 1)[:, 2:9] + 1, 0.5),
     "softmax": lambda x: F.dropout(x.t().softmax(1).t(), 0.5),
     "cumsum": lambda x: F.dropout((x + 1).t().cumsum(1).t(), 0.5),
+    "flip": lambda x: F.dropout((x + 1).t().flip(1), 0.5),
+    "added": lambda x: F.dropout((x + 1).t().index_add(1, torch.arange(2), x[:2].t()), 0.5),
     "roll": lambda x: F.dropout((x + 1).t().roll(3, 1).t(), 0.5),
     "batch norm": lambda x: F.dropout(
         F.batch_norm(_transposed(x), None, None, None, x[0] + 1, True), 0.5

@@ -396,7 +396,7 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
 
 _ORDERED = (
     *("slice", "split", "split_with_sizes", "cumsum", "cumprod", "roll"),
-    *("_softmax", "_log_softmax"),
+    *("_softmax", "_log_softmax", "flip", "index_add"),
 )
 """Operators along rows whose result lies in memory as their argument, unlike their rules'."""
 
