@@ -235,7 +235,8 @@ class NodeTensor(Tensor):
                     out = found(func, args, kwargs)
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
-                _lay(func, args, kwargs, out)
+                if name in _ORDERED:
+                    _lay(func, args, kwargs, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
@@ -385,7 +386,8 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
     with _excludes(_VERSIONS, False):
         out = view(args[0])
-        _lay(func, args, kwargs, out)
+        if func._schema.name.removeprefix("aten::") in _ORDERED:
+            _lay(func, args, kwargs, out)
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(
@@ -407,8 +409,6 @@ def _lay(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     By their rules they are in the order of the axes; one process's are in another where those of
     the argument are. Views that are no copies, and what works on each element, lie right already.
     """
-    if func._schema.name.removeprefix("aten::") not in _ORDERED:
-        return
     given = node_tensors(args)
     apart = func.is_view and any(isinstance(step, int) and step > 1 for step in args[4:])
     if not apart and all(t.make is not None or t.local.is_contiguous() for t in given):
