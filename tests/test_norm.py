@@ -833,3 +833,28 @@ def test_kernels_of_norms(rows: int, width: int, dtype: torch.dtype) -> None:
         ops.run(kernels.scale_rows, x, shift[:-1], scale, offset)
     with pytest.raises(ValueError, match="'gradient' of shape"):
         ops.run(kernels.column_products, g.repeat(2, 2), x, shift)
+
+
+def _dropped(change: Callable[[Any], Any], x: Tensor) -> dict[str, Any]:
+    """What a dropout leaves of norms of rows that lie in memory column by column."""
+    found = {}
+    for name, make in {**GRAPH_NORMS, "RMSNorm": lambda: torch.nn.RMSNorm(CHANNELS)}.items():
+        norm = change(make().double())
+        torch.manual_seed(3)
+        out = torch.nn.functional.dropout(norm(x.t().contiguous().t()), 0.5)
+        found[name] = whole(out)
+    return found
+
+
+def test_a_dropout_after_a_norm_follows_the_order_in_memory(tmp_path: Path) -> None:
+    data = make_graph(NODES, 60)
+    data.x = torch.randn(NODES, CHANNELS, dtype=torch.float64)
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", method="random")
+
+    def work() -> dict[str, Any]:
+        return _dropped(pyg_sar.distribute, pyg_sar.load_partition(tmp_path / "parts").x)
+
+    expected = _dropped(lambda norm: norm, data.x)
+    for found in parts(work, 2):
+        for name, out in expected.items():
+            torch.testing.assert_close(found[name], out, msg=name)
