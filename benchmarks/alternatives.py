@@ -31,9 +31,10 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -237,25 +238,32 @@ def train_all(folder: Path, way: str, given: argparse.Namespace) -> None:
 
 
 def start(folder: Path, way: str, given: argparse.Namespace) -> None:
-    """The process of a way. One that fails leaves the turns to the others."""
+    """The process of a way."""
     run = partial(train_all, folder, way, given)
-    try:
-        if way == QUARTER:
-            wait_for_turn(folder, 0, way)
-            plain = json.loads(result_file(folder, 0, PLAIN).read_text())
-            pyg_sar.run(run, parts=PARTS, memory=int(plain["peak"] / 4), store=folder)
-        elif WORKERS.get(way, 1) > 1:
-            pyg_sar.launch(run, WORKERS[way], threads_per_worker=1)
-        elif "pyg_sar" in way:
-            pyg_sar.run(run, parts=1)
-        elif way == dgl.WORKERS:
-            dgl.start_workers(run)
-        else:
-            run()
-    finally:
-        for seed in range(given.seeds):
-            if not (path := result_file(folder, seed, way)).exists():
+    if way == QUARTER:
+        wait_for_turn(folder, 0, way)
+        plain = json.loads(result_file(folder, 0, PLAIN).read_text())
+        pyg_sar.run(run, parts=PARTS, memory=int(plain["peak"] / 4), store=folder)
+    elif WORKERS.get(way, 1) > 1:
+        pyg_sar.launch(run, WORKERS[way], threads_per_worker=1)
+    elif "pyg_sar" in way:
+        pyg_sar.run(run, parts=1)
+    elif way == dgl.WORKERS:
+        dgl.start_workers(run)
+    else:
+        run()
+
+
+def wait_for_all(started: Mapping[str, BaseProcess], folder: Path, seeds: int) -> None:
+    """Waits for the processes by way. One that fails, or is killed, leaves its turns to others."""
+    going = True
+    while going:
+        going = any(process.is_alive() for process in started.values())
+        ended = [way for way, process in started.items() if not process.is_alive()]
+        for path in (result_file(folder, seed, way) for way in ended for seed in range(seeds)):
+            if not path.exists():
                 write(path, {})
+        time.sleep(0.1)
 
 
 def measure(graph: Data, given: argparse.Namespace) -> Found:
@@ -268,11 +276,10 @@ def measure(graph: Data, given: argparse.Namespace) -> Found:
         if dgl.WORKERS in WAYS:
             dgl.write_parts(graph, folder / "dgl")
         ctypes.CDLL(None).malloc_trim(0)  # of what the partitioner took
-        started = [forks.Process(target=start, args=(folder, way, given)) for way in WAYS]
-        for process in started:
+        started = {w: forks.Process(target=start, args=(folder, w, given)) for w in WAYS}
+        for process in started.values():
             process.start()
-        for process in started:
-            process.join()
+        wait_for_all(started, folder, given.seeds)
         seeds = range(given.seeds)
         return {w: [json.loads(result_file(folder, s, w).read_text()) for s in seeds] for w in WAYS}
 
