@@ -102,7 +102,7 @@ class LargestPlain(TorchDispatchMode):
                 return NodeTensor.__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
-            if not isinstance(tensor, NodeTensor):
+            if not isinstance(tensor, NodeTensor) and not tensor.is_meta:  # which takes no memory
                 size = tensor.untyped_storage().nbytes()
                 if size > self.size:
                     self.size, self.made_by = size, str(func)
