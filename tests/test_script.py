@@ -611,7 +611,9 @@ def test_the_command_shows_one_traceback_and_its_mistakes(tmp_path, capfd, monke
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    Path("s.py").write_text("import sys\nprint(sys.argv[1:])\nraise KeyError('here')\n")
+    # The worker that fails first ends the other one, which has printed by then.
+    meet = "print(sys.argv[1:], flush=True); pyg_sar.comm.current().barrier()"
+    Path("s.py").write_text(f"import sys, pyg_sar\n{meet}\nraise KeyError('here')\n")
     assert cli.main(["run", "--workers", "2", "s.py", "--workers", "9"]) == 1
     captured = capfd.readouterr()
     assert captured.out == "['--workers', '9']\n"
