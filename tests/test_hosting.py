@@ -472,9 +472,11 @@ def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
     assert turns == [k % PARTS for k in range(len(turns))]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processors are chosen on Linux")
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
-def test_a_parts_own_threads_compute_on_other_processors(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="processors are chosen on Linux, where there are two",
+)
+def test_a_parts_own_threads_compute_on_other_processors():
     """Where threads are as many as processors; processes that a part forks may use all of them."""
     everything = os.sched_getaffinity(0)
 

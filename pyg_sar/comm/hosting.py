@@ -77,9 +77,9 @@ def _keep_apart(processors: set[int]) -> None:
     """Lets a part's thread compute on one processor, and its OpenMP threads on the others.
 
     Each part's thread has OpenMP threads of its own, which sleep between two operators. Linux may
-    wake them on the processor of the part's thread: then one waits for the other, and 8 parts of
-    GAT took 1.4 times as long on two processors. Does nothing where the threads are not as many as
-    the processors of this process. Other processes that host parts should take another one.
+    wake them on the processor of the part's thread: then one waits for the other
+    (``benchmarks/larger_than_memory.py``, GAT). Does nothing where the threads are not as many as
+    the processors of this process. By its number a process takes another one than its neighbours.
     """
     if len(processors) < 2 or torch.get_num_threads() != len(processors):
         return

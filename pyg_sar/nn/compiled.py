@@ -182,7 +182,8 @@ class DotProducts(Layer):
         source, offsets, edges = sorted_edges(ends, value.size(0), query.size(0))
         weight: Tensor | None = None
         if edge_attr is not None:
-            assert self.lin_edge is not None, "TransformerConv: edge_attr needs edge_dim"
+            if self.lin_edge is None:
+                raise ValueError("edge_attr needs edge_dim: pass it to TransformerConv()")
             weight = self.lin_edge.weight.t().unflatten(1, (self.heads, self.out_channels))
         p = self.dropout if self.training else 0.0
         return attention(
@@ -346,7 +347,8 @@ class GATv2(Layer):
                 edge_attr = torch.cat([edge_attr, fill[:loops]])
         weight: Tensor | None = None
         if edge_attr is not None:
-            assert self.lin_edge is not None, "GATv2Conv: edge_attr needs edge_dim"
+            if self.lin_edge is None:
+                raise ValueError("edge_attr needs edge_dim: pass it to GATv2Conv()")
             weight = self.lin_edge.weight.t().unflatten(1, (self.heads, self.out_channels))
         source, offsets, edges = sorted_edges(ends, value.size(0), query.size(0))
         p = self.dropout if self.training else 0.0
