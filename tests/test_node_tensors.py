@@ -590,6 +590,12 @@ ORDERS: dict[str, Callable[[Tensor], Any]] = {
     "cumsum": lambda x: F.dropout((x + 1).t().cumsum(1).t(), 0.5),
     "flip": lambda x: F.dropout((x + 1).t().flip(1), 0.5),
     "added": lambda x: F.dropout((x + 1).t().index_add(1, torch.arange(2), x[:2].t()), 0.5),
+    "sorted": lambda x: F.dropout((x + 1).t().sort(1)[0].t(), 0.5),
+    "chosen": lambda x: F.dropout((x + 1).t()[:, x[:, 0] < 1], 0.5),
+    "multiplied": lambda x: F.dropout((torch.ones(6, 6).to(x) @ (x + 1).t()).t(), 0.5),
+    "made contiguous": lambda x: F.dropout((x + 1).t().contiguous(), 0.5),
+    "as other axes": lambda x: F.dropout((x + 1).t().reshape(2, 3, -1), 0.5),
+    "gathered": lambda x: F.dropout((x + 1).t().gather(1, torch.arange(12).view(6, 2)), 0.5),
     "roll": lambda x: F.dropout((x + 1).t().roll(3, 1).t(), 0.5),
     "batch norm": lambda x: F.dropout(
         F.batch_norm(_transposed(x), None, None, None, x[0] + 1, True), 0.5
@@ -608,6 +614,31 @@ def _in_orders(x: Tensor) -> dict[str, Any]:
         written = x.clone()
         found[name] = [whole(t, "test") for t in (draw(written), written, torch.rand(2))]
     return found
+
+
+@pytest.mark.parametrize("total", [N, 3])
+def test_strides_are_those_of_one_process(total: int) -> None:
+    """Also where a worker has one row, or none, which doesn't tell in which order axes lie."""
+
+    def work(x: Tensor) -> list[Any]:
+        x = x.requires_grad_()
+        made = [x.t(), x[:, 1:3], x.t() * 2, x.view(-1, 2, 3).permute(1, 0, 2), x.expand(2, -1, -1)]
+        made += [F.rrelu(x.t() * 1, training=False), x.t()[:, ::2], x.t().contiguous()]
+        doubled = made[2]
+        there = isinstance(doubled, NodeTensor)
+        made += [pyg_sar.from_local(doubled.to_local(), doubled, 1) if there else doubled]
+        (gradient,) = torch.autograd.grad((x @ torch.ones(6, 2).to(x)).t().exp().sum(), x)
+        return [t.stride() for t in (*made, gradient)], [t.is_contiguous() for t in made]
+
+    def on_parts() -> list[Any]:
+        comm = current()
+        own = torch.arange(comm.rank, total, comm.world_size)
+        rows = node_rows(comm, own, total)
+        return work(wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0))
+
+    expected = work(torch.zeros(total, 6, dtype=DOUBLE))
+    for found in parts(on_parts, 2):
+        assert found == expected
 
 
 def test_draws_follow_the_order_in_memory_of_one_process() -> None:

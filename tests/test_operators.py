@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors import NodeTensor, Rows, mapped, node_rows, whole, wrap
+from pyg_sar.tensors.node_tensor import in_memory
 
 WORLD = 2
 # Threads share one generator of random numbers; test_node_tensors.py has processes draw.
@@ -29,8 +30,25 @@ RANDOM = (
 )
 # Many samples of no use here: quadrature and special functions of one element each.
 SLOW = ("svd", "pinv", "lstsq", "ormqr", "eig", "matrix_rank", "cond", "interpolate", "grid_sample")
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers; the first axis comes last in memory."""
+    axes = list(range(x.dim()))[::-1]
+    return x.permute(axes).clone(memory_format=torch.contiguous_format).permute(axes)
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same numbers, each second one in memory."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
 # Of a complex tensor: itself, and views with the conjugate and the negative bit.
 BITS = (torch.clone, torch.conj, lambda z: z.conj().imag)
+# Of a real one: itself, and in other orders in memory.
+ORDERS = (torch.clone, transposed, apart)
+# Of transposed tensors PyTorch's functions without memory give other strides than those with it.
+OTHER_STRIDES = ("copysign", "div", "floor_divide", "fft.")
 # The gradient of torch's own determinant is wrong for a view with the negative bit.
 PLAIN_WRONG = ("linalg.det",)
 
@@ -119,32 +137,47 @@ def gradients(out: Tensor, inputs: list[Any]) -> tuple[Any, ...]:
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
 
 
-def called(op: Any, given: list[Any], bits: Any) -> Any:
-    """Calls an operator with views of its complex arguments."""
+def called(op: Any, given: list[Any], view: Any) -> Any:
+    """Calls an operator with views of its arguments: of complex ones for views of bits."""
 
     def change(t: Tensor) -> Tensor:
-        return bits(t) if t.is_complex() and t.layout == torch.strided else t
+        fits = t.dim() > 1 if view in ORDERS else t.is_complex()
+        return view(t) if fits and t.layout == torch.strided else t
 
-    first, args, kwargs = mapped(change, given) if bits else given
+    first, args, kwargs = mapped(change, given)
     return op(first, *args, **kwargs)
 
 
-def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool, bits: Any = None) -> str:
+def same_order(one: Any, other: Any) -> bool:
+    """Whether results lie in memory in the same order: the same draws go to the same places."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    tensors = [p for p in pairs if isinstance(p[0], Tensor) and p[0].layout == torch.strided]
+    return all(in_memory(a) == in_memory(b) for a, b in tensors if a.numel() > 1)
+
+
+def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool, view: Any = torch.clone) -> str:
     """One call: nothing, or how it differs."""
-    # Each thread has leaves of its own.
-    own = lambda t: t.detach().clone().requires_grad_() if t.requires_grad else t  # noqa: E731
+
+    def own(t: Tensor) -> Tensor:
+        """A leaf of this thread's own."""
+        strided = t.layout == torch.strided
+        leaf = t.detach().clone(memory_format=torch.contiguous_format) if strided else t.detach()
+        return leaf.requires_grad_(t.requires_grad)
+
     given = mapped(own, [sample.input, sample.args, sample.kwargs])
     found = spread(given, rows) if all_of_them else [spread(given[0], rows), *given[1:]]
     try:
-        plain = called(op, given, bits)
+        plain = called(op, given, view)
         learns = isinstance(plain, Tensor) and plain.requires_grad
         right = gradients(plain, given) if learns else ()
     except Exception:
         return ""
     try:
-        out = called(op, found, bits)
+        out = called(op, found, view)
         if not equal(plain, out):
             return "other values"
+        if not same_order(plain, out) and not getattr(op, "name", "").startswith(OTHER_STRIDES):
+            return "another order in memory"
         if learns and not same_gradients(right, gradients(out, found)):
             return "other gradients"
     except DistributedIndexError as error:
@@ -159,11 +192,11 @@ def sweep(op: Any, samples: list[Any]) -> list[str]:
     for number, sample in enumerate(samples):
         first: Any = first_of(sample)
         rows = layout(first.size(0))
-        bits = BITS[number % len(BITS)] if first.is_complex() else None
+        view = (BITS if first.is_complex() else ORDERS)[number % 3]
         for all_of_them in (False, True):
-            problem = tried(op, sample, rows, all_of_them, bits)
+            problem = tried(op, sample, rows, all_of_them, view)
             if problem:
-                what = f"{first.dtype} {list(first.shape)}, view {number % len(BITS)}"
+                what = f"{first.dtype} {list(first.shape)}, view {number % 3}"
                 found.append(f"{op.name} of {what}: {problem}")
     return found
 

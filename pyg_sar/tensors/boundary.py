@@ -128,7 +128,7 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
 def from_local(rows: Tensor, data: Any, dim: int = 0) -> NodeTensor:
     """Returns rows of all workers' nodes as a tensor of the whole graph, differentiable.
 
-    The way back from ``x.to_local()``. Nothing is sent.
+    The way back from ``x.to_local()``. Collective; of each layout one number is sent, once.
 
     .. code-block:: python
 

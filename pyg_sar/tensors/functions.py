@@ -137,4 +137,4 @@ def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
     if given != -1 and high >= given:
         raise RuntimeError("Class values must be smaller than num_classes.")
     classes = torch.arange(high + 1 if given == -1 else given, device=values.device)
-    return (values.unsqueeze(-1) == classes).long()
+    return (values.unsqueeze(-1) == classes).long().contiguous()

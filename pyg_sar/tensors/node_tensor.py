@@ -25,6 +25,10 @@ PyTorch switches the look at them off where it calls a rule, so it is switched o
 again, notice what is written between a forward and its backward pass. What was saved may be a
 worker's own rows: operators that write, and views, count for these, too.
 
+[Note: strides] Random numbers are drawn in the order of memory, and ``reshape()`` and autograd
+choose operators by strides. So a node tensor has the strides of one process's tensor, found by the
+same operator on tensors without memory, and a worker's rows lie in the same order of axes.
+
 [Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
 taken of is, and the next sum of gradients compares the notes. Gradients are where losses were
@@ -37,6 +41,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -98,6 +103,8 @@ class NodeTensor(Tensor):
         make: Finds this worker's rows, where nothing has asked for them yet. Collective.
         writes: Counts writes into its memory.
         origin: What it, or the tensor that it shares memory with, is a copy of.
+        steps: The strides, which are one process's, where that tensor is not contiguous. See
+            [Note: strides].
         column: Of integers, one per row, repeated or not: which tensor's row (-1: the
             tensor itself) these numbers are. Plans made for ids are known again by it.
     """
@@ -107,21 +114,23 @@ class NodeTensor(Tensor):
     writes: Writes
     make: Callable[[], Tensor] | None
     origin: Origin | None
+    steps: tuple[int, ...] | None
     _local: Tensor
     _edges: tuple[Any, int]
     _column: tuple[NodeTensor, int] | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, rows: Rows, axis: int) -> NodeTensor:
+    def __new__(
+        cls, local: Tensor, rows: Rows, axis: int, steps: tuple[int, ...] | None = None
+    ) -> NodeTensor:
         if local._is_zerotensor():  # A derivative of abs, which has no memory.
             local = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
         shape = list(local.shape)
         shape[axis] = rows.total
-        # Strides are those of a contiguous tensor: autograd looks at them to choose operators, and
-        # the order of a worker's own rows in memory may be another one than on the next worker.
         out: NodeTensor = Tensor._make_wrapper_subclass(
             cls,
             shape,
+            strides=steps,
             dtype=local.dtype,
             device=local.device,
             requires_grad=False,
@@ -129,6 +138,7 @@ class NodeTensor(Tensor):
         # It has no memory: C++ of others that reads it raises, where the process would end.
         torch._C._set_throw_on_mutable_data_ptr(out)
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
+        out.steps = steps
         out.writes, out._edges, out._column = Writes(local), (None, 0), None
         return out
 
@@ -162,6 +172,12 @@ class NodeTensor(Tensor):
                 self._local = self.writes.rows = self.make()
             self.make = None
         return self._local
+
+    def strided(self, steps: tuple[int, ...] | None) -> NodeTensor:
+        """Returns this result of an operator with one process's strides."""
+        out = NodeTensor(self._local, self.rows, self.axis, steps)
+        out.__dict__.update(self.__dict__ | {"steps": steps})
+        return out
 
     def to_local(self) -> Tensor:
         """Returns this worker's rows, differentiable: ``[rows here, *]``, a plain tensor.
@@ -235,8 +251,8 @@ class NodeTensor(Tensor):
                     out = found(func, args, kwargs)
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
-                if name in _ORDERED:
-                    _lay(func, args, kwargs, out)
+                if not func._schema.is_mutable:
+                    out = _as_in_one_process(func, args, kwargs, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
@@ -289,7 +305,14 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
         ctx.place = rows, axis
-        return NodeTensor(local.detach(), rows, axis % local.dim())
+        out = NodeTensor(local.detach(), rows, axis % local.dim())
+        if rows.tell_order() and local.is_contiguous():
+            return out
+        order, gaps = rows.lie(*in_memory(local))
+        if order == list(range(local.dim())) and not gaps:
+            return out
+        like = new_in_order(_without_memory(local), out.shape, order, gaps)
+        return out.strided(like.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -385,9 +408,7 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     """Returns what a view operator gives by its rule, with its origin where it is a copy."""
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
     with _excludes(_VERSIONS, False):
-        out = view(args[0])
-        if func._schema.name.removeprefix("aten::") in _ORDERED:
-            _lay(func, args, kwargs, out)
+        out = _as_in_one_process(func, args, kwargs, view(args[0]))
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(
@@ -396,40 +417,55 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     return _with_origin(func, args, kwargs, out, view)
 
 
-_ORDERED = (
-    *("slice", "split", "split_with_sizes", "cumsum", "cumprod", "roll"),
-    *("_softmax", "_log_softmax", "flip", "index_add"),
-)
-"""Operators along rows whose result lies in memory as their argument, unlike their rules'."""
+def _as_in_one_process(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Returns results with the strides of one process's. See [Note: strides]."""
+    given = node_tensors(args, kwargs)
 
+    def settled(one: Tensor) -> bool:
+        """Whether a result of contiguous tensors is contiguous, for all that its rows tell."""
+        if not isinstance(one, NodeTensor) or one.make is not None:
+            return True
+        copied = func.is_view and not shares_memory(one.local, given[0].local)
+        return not copied and one.rows.count > 1 and one.local.is_contiguous()
 
-def _lay(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Lays rows in memory as those of one process's result lie, which draws follow.
-
-    By their rules they are in the order of the axes; one process's are in another where those of
-    the argument are. Views that are no copies, and what works on each element, lie right already.
-    """
-    given = node_tensors(args)
-    apart = func.is_view and any(isinstance(step, int) and step > 1 for step in args[4:])
-    if not apart and all(t.make is not None or t.local.is_contiguous() for t in given):
-        return
-    try:  # Without memory.
-        found = func(*mapped(_lying, args), **mapped(_lying, kwargs))
+    if all(t.steps is None for t in given) and all(map(settled, tensors_in([out]))):
+        return out
+    options = {"generator": None, "device": "meta"}
+    kwargs = {k: options.get(k, v) for k, v in mapped(_without_memory, kwargs).items()}
+    try:
+        found = func(*mapped(_without_memory, args), **kwargs)
     except (RuntimeError, TypeError, ValueError):
-        return  # What depends on values.
-    for one, like in zip(tensors_in([out]), tensors_in([found]), strict=False):
-        if not isinstance(one, NodeTensor) or one.make is not None or one.shape != like.shape:
-            continue
-        local, steps = one.local, like.stride()
-        if any(t.make is None and shares_memory(local, t.local) for t in given):
-            continue
-        order = sorted(range(like.dim()), key=lambda d: -steps[d])
-        gaps = not like.permute(order).is_contiguous()
-        if gaps or not local.permute(order).is_contiguous():
-            one._local = new_in_order(local, local.shape, order, gaps).copy_(local)
+        return out  # What depends on values.
+    likes = iter(tensors_in([found]))
+    return mapped(lambda one: _laid(one, next(likes, one), given), out)
 
 
-def new_in_order(like: Tensor, shape: Sequence[int], order: Sequence[int], gaps: bool) -> Tensor:
+def _laid(one: Tensor, like: Tensor, given: Sequence[NodeTensor]) -> Tensor:
+    """Returns a result with the strides of ``like``, and its rows in that order of axes."""
+    if not isinstance(one, NodeTensor) or one.make is not None or one.shape != like.shape:
+        return one
+    local, (order, _) = one.local, in_memory(like)
+    right = local.permute(order).is_contiguous() or in_memory(local)[0] == order
+    if not right and not any(t.make is None and shares_memory(local, t.local) for t in given):
+        one._local = one.writes.rows = new_in_order(local, local.shape, order).copy_(local)
+    steps = None if like.is_contiguous() else like.stride()
+    return one if steps == one.steps else one.strided(steps)
+
+
+def in_memory(tensor: Tensor) -> tuple[list[int], bool]:
+    """Returns the axes of a tensor in their order in memory, and whether there are gaps."""
+    steps = tensor.stride()
+    wide = [d for d, n in enumerate(tensor.shape) if n > 1 and steps[d]]
+    by_step = iter(sorted(wide, key=lambda d: -steps[d]))
+    order = [next(by_step) if d in wide else d for d in range(tensor.dim())]
+    base = [n if step else 1 for n, step in zip(tensor.shape, steps, strict=True)]  # Of expand().
+    size = 1 + sum((n - 1) * step for n, step in zip(base, steps, strict=True))
+    return order, size != prod(base)
+
+
+def new_in_order(
+    like: Tensor, shape: Sequence[int], order: Sequence[int], gaps: bool = False
+) -> Tensor:
     """Returns a tensor of a shape, whose axes are in an order in memory, with gaps or without."""
     sizes = [shape[d] for d in order]
     back = [list(order).index(d) for d in range(len(sizes))]
@@ -437,17 +473,8 @@ def new_in_order(like: Tensor, shape: Sequence[int], order: Sequence[int], gaps:
     return new.permute(back)
 
 
-def _lying(t: Tensor) -> Tensor:
-    """Returns a tensor without memory that lies as one process's does, for all we know here."""
-    if not isinstance(t, NodeTensor):
-        return torch.empty_like(t, device="meta")
-    steps = t.local.stride()
-    order = sorted(range(t.dim()), key=lambda d: -steps[d])
-    base = t.local[tuple(slice(None) if step else slice(1) for step in steps)]  # Of expand().
-    gaps = not base.permute(order).is_contiguous()
-    shape = [n if step else 1 for n, step in zip(t.shape, steps, strict=True)]
-    like = torch.empty(0, dtype=t.dtype, device="meta")
-    return new_in_order(like, shape, order, gaps).expand(t.shape)
+def _without_memory(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
@@ -537,13 +564,17 @@ def is_transformed(value: Any) -> bool:
 def whole(value: Any, what: str) -> Any:
     """Returns a node tensor with all rows, as a plain tensor; anything else as it is. Collective.
 
-    Without its gradient.
+    Without its gradient. It lies in memory as one process's tensor.
     """
     if not isinstance(value, NodeTensor):
         return value
     _check_copies(NodeTensor.full_tensor, value, None)
     with torch.no_grad():
-        return value.rows.whole(value.local, value.axis, what)
+        found = value.rows.whole(value.local, value.axis, what)
+        if value.steps is None:
+            return found
+        base = found[tuple(slice(None) if step else slice(1) for step in value.steps)]
+        return new_in_order(base, base.shape, *in_memory(value)).copy_(base).expand(found.shape)
 
 
 def by_gathering(func: Any, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from pyg_sar.tensors.node_tensor import method
 
@@ -80,5 +81,4 @@ def _normalized(given: dict[str, Any], dims: list[int], own: bool) -> Tensor:
     for name, apply in (("weight", torch.mul), ("bias", torch.add)):
         if given[name] is not None:
             out = apply(out, given[name].view(shape))
-    out = out.to(x.dtype)
-    return out if x.dim() > 3 else out.contiguous()  # Pictures keep the order of their axes.
+    return out.to(x.dtype).contiguous(memory_format=suggest_memory_format(x))

@@ -14,6 +14,7 @@ from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     Rule,
     by_gathering,
+    in_memory,
     into_plain,
     mapped,
     method,
@@ -21,6 +22,7 @@ from pyg_sar.tensors.node_tensor import (
     new_in_order,
     node_tensors,
     refusal,
+    refused,
     rule,
     tensors_in,
 )
@@ -199,35 +201,26 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-_OTHER_ORDER = "on such a view would draw in another order: take x.contiguous() before"
-
-
 def _order_in_memory(func: Any, source: NodeTensor) -> tuple[list[int], bool] | None:
-    """Returns the axes as one process's tensor has them in memory, and whether it has gaps.
+    """Returns the axes in their order in memory, and whether it has gaps.
 
     ``None``: in their own order, without gaps.
 
     Raises:
-        DistributedIndexError: Workers' rows lie in different orders, or take too much.
+        DistributedIndexError: All rows, which are drawn in another order, take too much.
     """
-    local, steps = source.local, source.local.stride()
-    wide = [d for d, n in enumerate(local.shape) if n > 1 and steps[d]]
-    by_step = iter(sorted(wide, key=lambda d: -steps[d]))
-    order = [next(by_step) if d in wide else d for d in range(local.dim())]
-    knows, code = source.rows.count > 1, sum(d << 4 * k for k, d in enumerate(order))
-    gaps = knows and not local.permute(order).is_contiguous()
-    facts = [code, -code, int(gaps)] if knows else [-1, -(1 << 62), 0]
-    told = source.rows.comm.all_reduce(
-        torch.tensor(facts, device=source.device), "max", label=("", "", "node tensors")
-    )
-    most, least, gaps = told.tolist()
-    own = list(range(local.dim()))
-    order = own if most < 0 else [most >> 4 * k & 15 for k in own]
-    plain = order == own and not gaps
-    large = not plain and source.numel() * source.element_size() * (1 + gaps) > GATHER_LIMIT
-    if large or (most >= 0 and most != -least):
+    if source.steps is None:
+        return None
+    order, gaps = in_memory(source)
+    if order == list(range(source.dim())) and not gaps:
+        return None
+    source.rows.comm.beside = hash((source.rows.comm.beside, *order, gaps))
+    if source.numel() * source.element_size() * (1 + gaps) > GATHER_LIMIT:
         raise refusal(func, _OTHER_ORDER, source)
-    return None if plain else (order, bool(gaps))
+    return order, gaps
+
+
+_OTHER_ORDER = "on such a view would draw in another order: take x.contiguous() before"
 
 
 def _own_as(
@@ -267,8 +260,7 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | Non
 def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
     as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
-    dense = wrap(torch.empty_like(source.local), source.rows, source.axis)
-    lies = _order_in_memory(func, dense) if as_it_lies else None
+    lies = _order_in_memory(func, torch.empty_like(source)) if as_it_lies else None
     draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
     drawn = _own_of(source, draw) if lies is None else _own_as(source, draw, lies)
     return wrap(drawn, source.rows, source.axis)
@@ -317,6 +309,16 @@ def _of_rows(func: Any, args: Any, kwargs: Any) -> Tensor:
         found = func(*mapped(take, args), **mapped(take, kwargs))
         drawn.append(found.index_select(0, part.ids.sort().values))
     return torch.cat(drawn).index_select(0, order.argsort())
+
+
+@rule("rrelu_with_noise")
+def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
+    """In evaluation a leaky ReLU; in training the numbers drawn depend on other rows' signs."""
+    given = arguments(func, args, kwargs)
+    if given["training"]:
+        return refused(func, args, kwargs)
+    slope = (given["lower"] + given["upper"]) / 2
+    return torch.ops.aten.leaky_relu(given["self"], slope).contiguous()  # As torch's lies.
 
 
 @rule("native_dropout")

@@ -109,7 +109,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
 def _distances(func: Any, args: Any, kwargs: Any) -> Any:
     """Distances of each row of a matrix to all rows of another (``cdist``)."""
     left, right, *rest = args
-    if not isinstance(left, NodeTensor) or left.axis or left.dim() != 2:
+    if not isinstance(left, NodeTensor) or left.axis or left.dim() != 2 or right.dim() != 2:
         return by_gathering(func, args, kwargs)
     right = whole(right, f"'{name_of(func)}'")
     return wrap(func(left.local, right, *rest, **kwargs), left.rows, 0)

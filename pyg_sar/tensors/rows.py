@@ -273,6 +273,7 @@ class Rows:
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
+        self._tell_order: bool | None = None
         self._places: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -322,6 +323,22 @@ class Rows:
         """Returns whether all workers say yes."""
         flag = torch.tensor([int(mine)], device=self.comm.device)
         return bool(self.comm.all_reduce(flag, "min", label=_LABEL))
+
+    def tell_order(self) -> bool:
+        """Returns whether each worker's rows tell in which order axes lie: none has only one."""
+        if self._tell_order is None:
+            self._tell_order = self.agree(self.count > 1)
+        return self._tell_order
+
+    def lie(self, order: list[int], gaps: bool) -> tuple[list[int], bool]:
+        """Returns the order of axes, and whether there are gaps, as those who have rows know it."""
+        if self.tell_order():
+            return order, gaps
+        code = sum(d << 4 * k for k, d in enumerate(order)) + 1
+        facts = [code, int(gaps)] if self.count > 1 else [0, 0]
+        told = torch.tensor(facts, device=self.comm.device)
+        code, most = self.comm.all_reduce(told, "max", label=_LABEL).tolist()
+        return [code - 1 >> 4 * k & 15 for k in range(len(order))] if code else order, bool(most)
 
     def same(self, other: Rows) -> bool:
         """Returns whether two layouts are equal, on all workers. See [Note: same rows]."""

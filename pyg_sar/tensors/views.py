@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from pyg_sar.tensors.node_tensor import (
     RULES,
     NodeTensor,
     by_gathering,
-    method,
     node_tensors,
     refusal,
     rule,
@@ -164,7 +163,7 @@ def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     out = RULES[name](getattr(view, overload), args, kwargs)
     if not isinstance(out, NodeTensor):
         raise refusal(func, "of the rows' axis is not supported", source)
-    source._local, source.axis = out.local, out.axis
+    source._local, source.axis, source.steps = out.local, out.axis, out.steps
     with no_dispatch():  # The shape that torch sees.
         func(*args, **kwargs)
     return source
@@ -298,17 +297,6 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
             parts.append((rows.cut(tensor, dim), rows))
     rows = parts[0][1].joined([r for _, r in parts[1:]]) if len(parts) > 1 else parts[0][1]
     return wrap(func([t for t, _ in parts], dim), rows, dim)
-
-
-@method(Tensor.contiguous)
-def _contiguous(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Copies what is transposed: all node tensors say that they are contiguous."""
-    source: NodeTensor = args[0]
-    own_order = source.edges is not None or source.rows.agree(source.local.is_contiguous())
-    if own_order or kwargs or len(args) > 1:
-        with torch._C.DisableTorchFunctionSubclass():
-            return cast(Tensor, func(*args, **kwargs))
-    return source.clone(memory_format=torch.contiguous_format)
 
 
 # Backward passes of views #####################################################
