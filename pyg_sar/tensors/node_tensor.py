@@ -232,18 +232,18 @@ class NodeTensor(Tensor):
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
         kwargs = kwargs or {}
-        own = next((one for one in args if isinstance(one, NodeTensor)), None)
-        if own is not None and own.rows.comm.world_size > 1:
-            comm = own.rows.comm
+        given = node_tensors(args, kwargs)
+        comm = given[0].rows.comm
+        if comm.world_size > 1:
             if comm.host is not None:
-                own.rows.check_part()
+                given[0].rows.check_part()
             read = args[func._schema.is_mutable :]  # What is written may hold anything before.
             for value in (*read, *kwargs.values()):  # See [Note: the same beside rows].
                 if isinstance(value, int | float):
                     comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN
                 elif isinstance(value, Tensor) and not isinstance(value, NodeTensor):
                     note_first(value, comm)
-        _check_copies(func, args, kwargs)
+        _check_copies(func, given)
         _count_writes(func, args, kwargs)
         with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
             if not func.is_view:
@@ -252,12 +252,12 @@ class NodeTensor(Tensor):
                 if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
                     args[0].origin.put()
                 if not func._schema.is_mutable:
-                    out = _as_in_one_process(func, args, kwargs, out)
+                    out = _as_in_one_process(func, args, kwargs, given, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if outside else nullcontext():
-                return _viewed(func, args, kwargs, found)
+                return _viewed(func, args, kwargs, given, found)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))
@@ -306,7 +306,7 @@ class FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
         ctx.place = rows, axis
         out = NodeTensor(local.detach(), rows, axis % local.dim())
-        if rows.tell_order() and local.is_contiguous():
+        if (rows.tells_order or rows.tell_order()) and local.is_contiguous():
             return out
         order, gaps = rows.lie(*in_memory(local))
         if order == list(range(local.dim())) and not gaps:
@@ -358,7 +358,7 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
     if x.origin is not None:
-        _check_copies(NodeTensor.to_local, x, None)
+        _check_copies(NodeTensor.to_local, [x])
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
@@ -386,9 +386,9 @@ def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out if isinstance(out, Tensor) else type(found)(targets)
 
 
-def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
+def _check_copies(func: Any, given: Sequence[NodeTensor]) -> None:
     """Raises where what a copy is of was written. See :mod:`pyg_sar.tensors.copies`."""
-    for tensor in node_tensors(args, kwargs):
+    for tensor in given:
         if tensor.origin is not None and tensor.origin.stale():
             raise refusal(func, "takes rows of a tensor that was written since", tensor)
 
@@ -404,11 +404,11 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
                     tensor.writes.add()
 
 
-def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
+def _viewed(func: Any, args: Any, kwargs: Any, given: Sequence[NodeTensor], found: Rule) -> Any:
     """Returns what a view operator gives by its rule, with its origin where it is a copy."""
     view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
     with _excludes(_VERSIONS, False):
-        out = _as_in_one_process(func, args, kwargs, view(args[0]))
+        out = _as_in_one_process(func, args, kwargs, given, view(args[0]))
     if isinstance(out, list | tuple):
         parts = enumerate(out)
         return type(out)(
@@ -417,18 +417,18 @@ def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
     return _with_origin(func, args, kwargs, out, view)
 
 
-def _as_in_one_process(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+def _as_in_one_process(
+    func: Any, args: Any, kwargs: Any, given: Sequence[NodeTensor], out: Any
+) -> Any:
     """Returns results with the strides of one process's. See [Note: strides]."""
-    given = node_tensors(args, kwargs)
-
-    def settled(one: Tensor) -> bool:
-        """Whether a result of contiguous tensors is contiguous, for all that its rows tell."""
-        if not isinstance(one, NodeTensor) or one.make is not None:
-            return True
-        copied = func.is_view and not shares_memory(one.local, given[0].local)
-        return not copied and one.rows.count > 1 and one.local.is_contiguous()
-
-    if all(t.steps is None for t in given) and all(map(settled, tensors_in([out]))):
+    settled = True  # Results of contiguous tensors are contiguous, for all that their rows tell.
+    for one in given:
+        settled &= one.steps is None
+    for one in out if isinstance(out, list | tuple) else (out,):
+        if isinstance(one, NodeTensor) and one.make is None:
+            settled &= one.rows.count > 1 and one._local.is_contiguous()
+            settled &= not func.is_view or shares_memory(one._local, given[0]._local)
+    if settled:
         return out
     options = {"generator": None, "device": "meta"}
     kwargs = {k: options.get(k, v) for k, v in mapped(_without_memory, kwargs).items()}
@@ -483,7 +483,7 @@ def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
     if not isinstance(out, NodeTensor):
         plain = isinstance(out, Tensor) and isinstance(source, NodeTensor)
         return row_copy(out, Origin(out, source, view)) if plain else out
-    if out.make is None and source.make is None and shares_memory(out.local, source.local):
+    if out.make is None and source.make is None and shares_memory(out._local, source._local):
         out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
     if out.edges is None:
@@ -568,7 +568,7 @@ def whole(value: Any, what: str) -> Any:
     """
     if not isinstance(value, NodeTensor):
         return value
-    _check_copies(NodeTensor.full_tensor, value, None)
+    _check_copies(NodeTensor.full_tensor, [value])
     with torch.no_grad():
         found = value.rows.whole(value.local, value.axis, what)
         if value.steps is None:

@@ -89,12 +89,6 @@ def check_pairs(func: Any, rows: Rows, columns: int, *operands: Tensor) -> None:
         )
 
 
-def one_row(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether a layout of one row would be broadcast along its axis."""
-    rows, axis = place(tensors)
-    return rows.total == 1 and any(t.dim() >= -axis and t.size(axis) != 1 for t in tensors)
-
-
 def own(tensor: Any, rows: Rows, axis: int) -> Any:
     """Returns a tensor's rows here, where it has this layout's number of rows along an axis."""
     if isinstance(tensor, NodeTensor):

@@ -26,7 +26,7 @@ from pyg_sar.tensors.node_tensor import (
     rule,
     tensors_in,
 )
-from pyg_sar.tensors.operands import arguments, beside, one_row, place, wrap
+from pyg_sar.tensors.operands import arguments, beside, place, wrap
 from pyg_sar.tensors.rows import GATHER_LIMIT, Rows
 
 
@@ -57,9 +57,9 @@ def by_element(func: Any, args: Any, kwargs: Any) -> Any:
     writes = _writes(func)
     if writes and not isinstance(args[0], NodeTensor):
         return into_plain(func, args, kwargs)
-    if one_row(operands):
-        return by_gathering(func, args, kwargs)
     rows, axis = place(operands)
+    if rows.total == 1 and any(t.dim() >= -axis and t.size(axis) != 1 for t in operands):
+        return by_gathering(func, args, kwargs)  # One row is broadcast to all of another layout.
     if writes:
         if args[0].rows is not rows and not args[0].rows.same(rows):
             rows = args[0].rows

@@ -273,7 +273,7 @@ class Rows:
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
-        self._tell_order: bool | None = None
+        self.tells_order: bool | None = None
         self._places: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
@@ -326,9 +326,9 @@ class Rows:
 
     def tell_order(self) -> bool:
         """Returns whether each worker's rows tell in which order axes lie: none has only one."""
-        if self._tell_order is None:
-            self._tell_order = self.agree(self.count > 1)
-        return self._tell_order
+        if self.tells_order is None:
+            self.tells_order = self.agree(self.count > 1)
+        return self.tells_order
 
     def lie(self, order: list[int], gaps: bool) -> tuple[list[int], bool]:
         """Returns the order of axes, and whether there are gaps, as those who have rows know it."""
