@@ -53,8 +53,6 @@ def _batch(func: Any, args: Any, kwargs: Any) -> Any:
     if not fits or not whole_rows or node_tensors([given.get(key) for key in _SHARED]):
         return by_gathering(func, args, kwargs)
     changed: dict[str, Any] = {key: own(t, rows, 0) for key, t in batches.items()}
-    if "norm" in name:  # Torch asks for this order above; of pictures there are two.
-        changed = {key: t if t.dim() > 3 else t.contiguous() for key, t in changed.items()}
     count = max(rows.count, 1)
     if not rows.count:  # Some take no batch without rows: one, of which nothing is kept.
         changed = {key: t.new_zeros(1, *t.shape[1:]) for key, t in changed.items()}

@@ -45,16 +45,6 @@ def _instance_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
     return _normalized(given, list(range(2, x.dim())), given["use_input_stats"])
 
 
-@method(F.rms_norm, torch.rms_norm)
-def _rms_norm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Normalizes rows; torch's result is in the order of its axes in memory, which draws follow."""
-    given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    x = given.pop("input").contiguous()
-    with torch._C.DisableTorchFunctionSubclass():
-        out: Tensor = func(x, **given)
-    return out
-
-
 def _normalized(given: dict[str, Any], dims: list[int], own: bool) -> Tensor:
     """Returns ``(x - mean) / sqrt(var + eps) * weight + bias``, of its own statistics or kept ones.
 
