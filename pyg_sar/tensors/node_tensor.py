@@ -46,6 +46,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -582,6 +583,11 @@ def by_gathering(func: Any, args: Any, kwargs: Any) -> Any:
     what = f"'{name_of(func)}'"
     take = lambda t: whole(t, what)  # noqa: E731
     return func(*mapped(take, args), **mapped(take, kwargs))
+
+
+def by_decomposition(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of what PyTorch says is made of other operators, which have rules."""
+    return decomposition_table[func](*args, **kwargs)
 
 
 def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,17 +14,16 @@ from pyg_sar.tensors.boundary import Total, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     as_it_is,
+    by_decomposition,
     by_gathering,
     method,
     node_tensors,
-    refusal,
     rule,
     whole,
 )
 from pyg_sar.tensors.operands import (
     arguments,
     as_kind,
-    beside,
     called,
     extreme,
     identity,
@@ -287,19 +286,6 @@ def _prod(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
     return torch.stack(everyone).prod(0)
 
 
-@reduction("logsumexp")
-def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
-    if source.is_complex():  # without an order
-        return by_gathering(func, (source, dims, keepdim), {})
-    kept = source.is_floating_point()
-    local = widened(source.local if kept else source.local.to(torch.get_default_dtype()))
-    top = extreme(_largest(local, dims, True, "max"), source.rows, "max")
-    top = torch.where(top.isinf(), 0, top)
-    total = summed((local - top).exp().sum(dims, True), source.rows)
-    out = as_kind(total.log() + top, source.dtype)
-    return out if keepdim else out.squeeze(dims)
-
-
 @reduction("linalg_vector_norm", "norm")
 def _norm(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     order = given.get("ord", given.get("p", 2))
@@ -484,33 +470,6 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     return _wrapped(here[0] if isinstance(out, Tensor) else here, source, axis)
 
 
-@rule("_softmax_backward_data", "_log_softmax_backward_data")
-def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    gradient, output, dim, kind = args
-    first = next(iter(node_tensors(gradient, output)))
-    rows, axis = first.rows, first.axis
-    gradient, output = own(gradient, rows, axis), own(output, rows, axis)
-    if dim % first.dim() != axis:
-        return wrap(func(gradient, output, dim, kind), rows, axis)
-    gradient, output = widened(gradient), widened(output)
-    if "log" in func._schema.name:
-        out = gradient - output.exp() * summed(gradient.sum(dim, True), rows)
-    else:
-        out = gradient * output
-        out = out - output * summed(out.sum(dim, True), rows)
-    return wrap(as_kind(out, kind), rows, axis)
-
-
-@rule("glu_backward")
-def _glu_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    gradient, source, dim = args
-    first = next(iter(node_tensors(source, gradient)))
-    rows, axis = first.rows, first.axis
-    if dim % first.dim() == axis:
-        return by_gathering(func, args, kwargs)
-    return wrap(func(own(gradient, rows, axis), own(source, rows, axis), dim), rows, axis)
-
-
 @rule("linalg_cross")
 def _cross(func: Any, args: Any, kwargs: Any) -> Any:
     """Products of vectors along an axis, which each row has whole."""
@@ -597,50 +556,12 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 # Losses #######################################################################
 
 
-@rule(
+rule(
     *("mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-    "binary_cross_entropy_with_logits",
-)
-def _loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """Losses of each element, whose ``reduction`` is over all rows."""
-    given = arguments(func, args, kwargs)
-    how, tensors = given["reduction"], [given["self"], given["target"]]
-    first = next(iter(node_tensors(tensors)))
-    rows, axis = first.rows, first.axis
-    if given["self"].shape != given["target"].shape:
-        raise refusal(func, "needs input and target of one shape", *tensors)
-    left, right = (own(t, rows, axis) for t in tensors)
-    changed = {"self": left, "target": right, "reduction": 0}
-    for name in ("weight", "pos_weight"):
-        if isinstance(given.get(name), Tensor):
-            changed[name] = beside(func, given[name], rows, axis - first.dim(), tensors)
-    each = called(func, given, **changed)
-    if how == 0:
-        return wrap(each, rows, axis)
-    total = summed(widened(each).sum(), rows)
-    return as_kind(total / first.numel() if how == 1 else total, each.dtype)
-
-
-@rule(
     *("mse_loss_backward", "binary_cross_entropy_backward", "smooth_l1_loss_backward"),
-    *("huber_loss_backward", "soft_margin_loss_backward"),
-)
-def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    given = arguments(func, args, kwargs)
-    tensors = [given["self"], given["target"]]
-    first = next(iter(node_tensors(tensors, given["grad_output"])))
-    rows, axis = first.rows, first.axis
-    gradient, how = given["grad_output"], given["reduction"]
-    if gradient.dim():
-        gradient = own(gradient, rows, axis)
-    left, right = (own(t, rows, axis) for t in tensors)
-    changed = {"grad_output": gradient, "self": left, "target": right, "reduction": how}
-    if isinstance(given.get("weight"), Tensor):
-        changed["weight"] = beside(func, given["weight"], rows, axis - first.dim(), tensors)
-    if how == 1:
-        changed["reduction"] = 2  # Below, the mean is over all rows, not over those here.
-        changed["grad_output"] = gradient / first.numel()
-    return wrap(called(func, given, **changed), rows, axis)
+    *("huber_loss_backward", "soft_margin_loss_backward", "binary_cross_entropy_with_logits"),
+    *("_softmax_backward_data", "_log_softmax_backward_data", "glu_backward", "logsumexp"),
+)(by_decomposition)
 
 
 @rule("nll_loss_forward")
