@@ -429,6 +429,8 @@ def _as_in_one_process(
         if isinstance(one, NodeTensor) and one.make is None:
             settled &= one.rows.count > 1 and one._local.is_contiguous()
             settled &= not func.is_view or shares_memory(one._local, given[0]._local)
+        elif isinstance(one, Tensor) and one.layout == torch.strided:
+            settled &= func.is_view or one.is_contiguous()
     if settled:
         return out
     options = {"generator": None, "device": "meta"}
@@ -443,12 +445,17 @@ def _as_in_one_process(
 
 def _laid(one: Tensor, like: Tensor, given: Sequence[NodeTensor]) -> Tensor:
     """Returns a result with the strides of ``like``, and its rows in that order of axes."""
-    if not isinstance(one, NodeTensor) or one.make is not None or one.shape != like.shape:
+    known = like.layout == torch.strided and one.shape == like.shape
+    if not known or (isinstance(one, NodeTensor) and one.make is not None):
         return one
-    local, (order, _) = one.local, in_memory(like)
+    local = one.local if isinstance(one, NodeTensor) else one
+    order, _ = in_memory(like)
     right = local.permute(order).is_contiguous() or in_memory(local)[0] == order
     if not right and not any(t.make is None and shares_memory(local, t.local) for t in given):
-        one._local = one.writes.rows = new_in_order(local, local.shape, order).copy_(local)
+        local = new_in_order(local, local.shape, order).copy_(local)
+    if not isinstance(one, NodeTensor):
+        return local
+    one._local = one.writes.rows = local
     steps = None if like.is_contiguous() else like.stride()
     return one if steps == one.steps else one.strided(steps)
 

@@ -331,22 +331,12 @@ def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
 # Along an axis ################################################################
 
 
-@rule("_softmax", "_log_softmax", "_safe_softmax")
-def _softmax(func: Any, args: Any, kwargs: Any) -> Any:
-    given = arguments(func, args, kwargs)
-    source, name = given["self"], func._schema.name
-    if given["dim"] % source.dim() != source.axis or not source.numel():
-        return _along(func, args, kwargs)
-    kind = _kind_of(func, given, source)
-    rows, dims, local = source.rows, [source.axis], widened(source.local.to(kind))
-    top = extreme(_largest(local, dims, True, "max"), rows, "max")
-    nothing = top == float("-inf")
-    local = local - (top.masked_fill(nothing, 0) if "safe" in name else top)
-    total = summed(local.exp().sum(dims, True), rows)
-    out = local - total.log() if "log" in name else local.exp() / total
-    if "safe" in name:
-        out = out.masked_fill(nothing, 0)
-    return wrap(out.to(kind), rows, source.axis)
+@rule("_softmax", "_log_softmax", "_safe_softmax", "aminmax")
+def _decomposed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Along the rows, or all axes, made of other reductions."""
+    source, dim = args[0], arguments(func, args, kwargs)["dim"]
+    along_rows = source.numel() and (dim is None or dim % source.dim() == source.axis)
+    return (by_decomposition if along_rows else _along)(func, args, kwargs)
 
 
 @rule("argmax", "argmin")
@@ -358,20 +348,6 @@ def _place(func: Any, args: Any, kwargs: Any) -> Any:
         return _along(func, args, kwargs)
     _kind_of(func, given, source)
     return _with_place(func._schema.name[-3:], source, given["keepdim"], flat)[1]
-
-
-@rule("aminmax")
-def _both_extremes(func: Any, args: Any, kwargs: Any) -> Any:
-    given = arguments(func, args, kwargs)
-    source, dim = given["self"], given["dim"]
-    if not source.numel() or not (dim is None or dim % source.dim() == source.axis):
-        return _along(func, args, kwargs)
-    _kind_of(func, given, source)
-    found = (
-        extreme(_largest(source.local, _dims(source, dim), given["keepdim"], op), source.rows, op)
-        for op in ("min", "max")
-    )
-    return tuple(found)
 
 
 @rule("topk")
