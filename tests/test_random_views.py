@@ -41,7 +41,12 @@ STEPS: dict[int, tuple[Step, ...]] = {
         *(Tensor.contiguous, Tensor.clone, Tensor.relu, Tensor.sigmoid, Tensor.squeeze),
         *(lambda x: x[..., 1:], lambda x: x[1:], lambda x: x[::2], lambda x: x[..., ::2]),
         *(lambda x: x.unsqueeze(0), lambda x: x.unsqueeze(-1), lambda x: x.expand(2, *x.shape)),
-        *(lambda x: x * 1.5, lambda x: x + x.flip(-1), lambda x: x.flip(0), lambda x: x.roll(1, 0)),
+        *(
+            lambda x: x * 1.5,
+            lambda x: x + 2 * x.flip(-1),
+            lambda x: x.flip(0),
+            lambda x: x.roll(1, 0),
+        ),
         *(lambda x: x.cumsum(0), lambda x: x.cumsum(-1), lambda x: x.softmax(-1)),
         *(lambda x: x.softmax(0), lambda x: x.log_softmax(-1), lambda x: x - x.logsumexp(0)),
         *(lambda x: x.sort(0)[0], lambda x: x.sort(-1)[0], lambda x: x.topk(2, -1)[0]),
@@ -53,7 +58,7 @@ STEPS: dict[int, tuple[Step, ...]] = {
         *(lambda x: F.normalize(x, dim=-1), lambda x: F.layer_norm(x, x.shape[-1:])),
         *(lambda x: F.pad(x, (0, 1)), lambda x: x.movedim(0, -1), lambda x: x.float().double()),
         *(lambda x: torch.zeros_like(x) + x, lambda x: torch.empty_like(x).copy_(x)),
-        *(lambda x: (x * 1).mul_(x.detach().flip(-1)), lambda x: _written(x, (..., 0), 0.5)),
+        *(lambda x: (x * 1).mul_(x.detach().roll(1, -1)), lambda x: _written(x, (..., 0), 0.5)),
         *(lambda x: _written(x, slice(2, 4), 2), lambda x: x - x.sum(0, keepdim=True)),
         *(
             lambda x: x - x.max(-1, keepdim=True)[0],
@@ -93,8 +98,9 @@ def _program(seed: int, x: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
             continue
         if following.numel() and 0 < following.dim() < 5 and following.numel() < 5000:
             out = following
-            wide = [n > 1 for n in out.shape]
-            strides.append([s for s, n in zip(out.stride(), wide, strict=True) if n])
+            if out.dim() > 1:  # One row is a copy, which lies without gaps.
+                wide = zip(out.stride(), out.shape, strict=True)
+                strides.append([step for step, n in wide if n > 1])
     weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
     (gradient,) = torch.autograd.grad((out * weights).sum(), leaf, allow_unused=True)
     return out.detach(), torch.zeros_like(x) if gradient is None else gradient, strides
