@@ -229,7 +229,7 @@ class HaloSource(_Near, RowSource):
                     pack = partial(self._pack, peer, dtype)
                 if owner not in self._near and buffer is not None and rows:
                     landing = how.wire.landing(buffer)
-                if pack is not None or landing is not None:
+                if pack is not None or landing is not None or plan.comm.host is not None:
                     works = plan.comm.exchange(pack, peer, landing, owner, label=how.label)
                     fetch.works.append(works)
                 if sharing is None or owner not in self._near:
@@ -321,7 +321,7 @@ class HaloSink(_Near, RowSink):
                 device = self.tensors[0].device
                 far.append(torch.empty((coming, width), dtype=dtype, device=device))
                 landing = how.wire.landing(far[-1]) if coming else None
-            if send is not None or landing is not None:
+            if send is not None or landing is not None or plan.comm.host is not None:
                 works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
             if sharing is not None and isinstance(packed, SharedBuffer):
                 works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
