@@ -11,7 +11,7 @@ one's pages, which takes as long as filling them.
 
 [Note: shared memory] Rows of a worker of the same host are read from what it published (see
 sharing): a source publishes its own tensors once, when it starts. A consumer that finds rows by an
-index reads them where they are; for others a unit's fetch gathers from its owner's publication.
+index reads them where they are; for others they are gathered from there when the unit is opened.
 Between other workers rows are packed for each peer.
 """
 
@@ -74,13 +74,6 @@ class Published:
     readers: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     index: dict[int, Tensor] = field(default_factory=dict)
-
-    def gather(self, publication: Tensor, piece: slice, owner: int, out: Tensor) -> None:
-        """Takes a piece of the halo rows of ``owner`` from what it published."""
-        if owner in self.index:
-            torch.index_select(publication, 0, self.index[owner][piece], out=out[piece])
-        else:
-            out[piece] = publication[piece]
 
 
 def published_rows(plan: HaloPlan, sharing: Sharing) -> Published:
@@ -169,12 +162,24 @@ class HaloSource(_Near, RowSource):
             work.wait()
         self._post(unit + how.prefetch)
         rows, owner = plan.num_rows[unit], plan.peers[unit][0]
-        if fetch.in_place:
+        index = self._shared.index.get(owner)
+        if fetch.in_place and how.use is Use.IN_PLACE:
             if plan.comm.ledgers:
                 fetch.in_place[0].hold(plan.comm.ledgers, how.label[0], rows)
             found = [incoming.rows for incoming in fetch.in_place]
             found = found if self.layout.plain else self.layout.unpack(found)
-            return UnitRows(found, self._shared.index.get(owner))
+            return UnitRows(found, index)
+        if fetch.in_place:
+            fetch.buffers = self._buffers(unit)
+            for incoming, buffer in zip(fetch.in_place, fetch.buffers, strict=True):
+                for piece in pieces_of(buffer[:rows]):
+                    if index is None:
+                        buffer[piece] = incoming.rows[piece]
+                    else:
+                        torch.index_select(incoming.rows, 0, index[piece], out=buffer[piece])
+                    incoming.pause()
+                incoming.release()
+            fetch.in_place = []
         filled = [buffer[:rows] for buffer in fetch.buffers]
         for buffer in filled:
             how.wire.land(buffer)
@@ -220,28 +225,21 @@ class HaloSource(_Near, RowSource):
             unit = self._posted
             self._posted += 1
             (owner, peer), rows = plan.peers[unit], plan.num_rows[unit]
-            in_place = how.use is Use.IN_PLACE and owner in self._near
-            fetch = _Fetch([] if in_place else self._buffers(unit))
+            fetch = _Fetch([] if owner in self._near else self._buffers(unit))
             for k, (dtype, width) in enumerate(self.layout.widths):
-                buffer = None if in_place else fetch.buffers[k][:rows]
                 pack = landing = None
                 if peer not in self._near and plan.send_counts[peer]:
                     pack = partial(self._pack, peer, dtype)
-                if owner not in self._near and buffer is not None and rows:
-                    landing = how.wire.landing(buffer)
+                if fetch.buffers and rows:
+                    landing = how.wire.landing(fetch.buffers[k][:rows])
                 if pack is not None or landing is not None or plan.comm.host is not None:
                     works = plan.comm.exchange(pack, peer, landing, owner, label=how.label)
                     fetch.works.append(works)
-                if sharing is None or owner not in self._near:
-                    continue
-                shape, subject = (shared.counts.get(owner, 0), width), Subject.PUBLICATION
-                if buffer is None:
+                if sharing is not None and owner in self._near:
+                    shape, subject = (shared.counts.get(owner, 0), width), Subject.PUBLICATION
                     found = sharing.expect(owner, subject, shape, dtype, how.label, rows)
                     fetch.in_place.append(found)
                     fetch.works.append(found.work)
-                else:
-                    use = partial(shared.gather, owner=owner, out=buffer)
-                    fetch.works.append(sharing.read(owner, shape, use, buffer, how.label))
             self._pending.append(fetch)
 
     def _buffers(self, unit: int) -> list[Tensor]:
