@@ -172,11 +172,12 @@ class HaloSource(_Near, RowSource):
         if fetch.in_place:
             fetch.buffers = self._buffers(unit)
             for incoming, buffer in zip(fetch.in_place, fetch.buffers, strict=True):
-                for piece in pieces_of(buffer[:rows]):
+                out = buffer[:rows]
+                for piece in pieces_of(out):
                     if index is None:
-                        buffer[piece] = incoming.rows[piece]
+                        out[piece] = incoming.rows[piece]
                     else:
-                        torch.index_select(incoming.rows, 0, index[piece], out=buffer[piece])
+                        torch.index_select(incoming.rows, 0, index[piece], out=out[piece])
                     incoming.pause()
                 incoming.release()
             fetch.in_place = []
