@@ -5,10 +5,6 @@ and posts its transfers in that order; the communicator's issuing thread carries
 first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
 posts first, and nothing can deadlock. A unit without rows keeps its place; nothing is sent for it.
 
-[Note: buffers] A consumer that keeps nothing of the rows lets the source use their buffers again,
-each of which has room for all units that it will serve: the system would otherwise clear a new
-one's pages, which takes as long as filling them.
-
 [Note: shared memory] Rows of a worker of the same host are read from what it published (see
 sharing): a source publishes its own tensors once, when it starts. A consumer that finds rows by an
 index reads them where they are; for others they are gathered from there when the unit is opened.
@@ -29,7 +25,7 @@ from torch import Tensor
 from pyg_sar.comm.shared_memory import SharedBuffer, Subject
 from pyg_sar.comm.sharing import Incoming, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, Use, layout_of
+from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, layout_of
 from pyg_sar.ledger import Label, tracked_buffer
 
 if TYPE_CHECKING:
@@ -143,7 +139,6 @@ class HaloSource(_Near, RowSource):
         self._posted = 1
         self._pending: deque[_Fetch] = deque()
         self._open: _Fetch | None = None
-        self._spare: list[Tensor] = []
         self._works: list[Work] = []
         self._shared = Published()
         if self._sharing is not None:
@@ -163,7 +158,7 @@ class HaloSource(_Near, RowSource):
         self._post(unit + how.prefetch)
         rows, owner = plan.num_rows[unit], plan.peers[unit][0]
         index = self._shared.index.get(owner)
-        if fetch.in_place and how.use is Use.IN_PLACE:
+        if fetch.in_place and how.in_place:
             if plan.comm.ledgers:
                 fetch.in_place[0].hold(plan.comm.ledgers, how.label[0], rows)
             found = [incoming.rows for incoming in fetch.in_place]
@@ -172,31 +167,26 @@ class HaloSource(_Near, RowSource):
         if fetch.in_place:
             fetch.buffers = self._buffers(unit)
             for incoming, buffer in zip(fetch.in_place, fetch.buffers, strict=True):
-                out = buffer[:rows]
-                for piece in pieces_of(out):
+                for piece in pieces_of(buffer):
                     if index is None:
-                        out[piece] = incoming.rows[piece]
+                        buffer[piece] = incoming.rows[piece]
                     else:
-                        torch.index_select(incoming.rows, 0, index[piece], out=out[piece])
+                        torch.index_select(incoming.rows, 0, index[piece], out=buffer[piece])
                     incoming.pause()
                 incoming.release()
             fetch.in_place = []
-        filled = [buffer[:rows] for buffer in fetch.buffers]
+        filled, fetch.buffers = fetch.buffers, []
         for buffer in filled:
             how.wire.land(buffer)
-        if how.use is Use.KEEPS:
-            fetch.buffers = []
         return UnitRows(self.layout.unpack(filled))
 
     def close(self, unit: int) -> None:
-        """Gives memory back to its owner, and buffers to later units. See [Note: buffers]."""
+        """Gives memory back to its owner."""
         fetch, self._open = self._open, None
         if fetch is None:
             return
         for rows in fetch.in_place:
             rows.release()
-        if self._posted < self.plan.world_size:
-            self._spare = fetch.buffers
 
     def finish(self) -> None:
         """Waits until others' reading of own rows is under way, before these may be changed."""
@@ -232,7 +222,7 @@ class HaloSource(_Near, RowSource):
                 if peer not in self._near and plan.send_counts[peer]:
                     pack = partial(self._pack, peer, dtype)
                 if fetch.buffers and rows:
-                    landing = how.wire.landing(fetch.buffers[k][:rows])
+                    landing = how.wire.landing(fetch.buffers[k])
                 if pack is not None or landing is not None or plan.comm.host is not None:
                     works = plan.comm.exchange(pack, peer, landing, owner, label=how.label)
                     fetch.works.append(works)
@@ -244,14 +234,8 @@ class HaloSource(_Near, RowSource):
             self._pending.append(fetch)
 
     def _buffers(self, unit: int) -> list[Tensor]:
-        """Room for a unit's rows, and if it is used again for those of later ones."""
-        spare, self._spare = self._spare, []
+        """Room for a unit's rows."""
         count, layer = self.plan.num_rows[unit], self.how.label[0]
-        if spare and spare[0].size(0) >= count:
-            return spare
-        del spare
-        if count and self.how.use is not Use.KEEPS:
-            count = max(self.plan.num_rows[unit :: 1 + self.how.prefetch])
         ledgers, device = self.plan.comm.ledgers, self.tensors[0].device
         found = []
         for k, (dtype, width) in enumerate(self.layout.widths):
