@@ -13,7 +13,7 @@ are kept with the edges. As long as all workers ran the same program, their reci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,42 +52,26 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Given(Recipe):
-    """Ids that are known, ``[E]``; ``None``: they should be, and are not."""
+    """Ids that are known, ``[E]``, or what finds them; ``None``: they should be, and are not."""
 
-    found: Tensor | None
+    found: Tensor | Callable[[], Tensor | None] | None
 
     def known(self) -> bool:
         return self.found is not None
 
     def bounds(self) -> list[int]:
-        found = self.found
+        found = self._ids()
         return [0 if found is None or found.numel() == 0 else int(found.max()) + 1]
 
     def ids(self, bounds: Iterator[int]) -> tuple[Tensor, int]:
-        if self.found is None:
+        found = self._ids()
+        if found is None:
             raise RuntimeError("The edges have no ids")
-        return self.found, next(bounds)
+        return found, next(bounds)
 
-
-@dataclass(frozen=True, slots=True)
-class Counted(Recipe):
-    """All edges of one process, whose ids are 0 to ``count - 1``: made when they are asked for."""
-
-    count: int
-    device: torch.device
-
-    def known(self) -> bool:
-        return True
-
-    def bounds(self) -> list[int]:
-        return [self.count]
-
-    def ids(self, bounds: Iterator[int]) -> tuple[Tensor, int]:
-        return self.numbers(), next(bounds)
-
-    def numbers(self) -> Tensor:
-        """Returns the ids ``[count]``."""
-        return torch.arange(self.count, device=self.device)
+    def _ids(self) -> Tensor | None:
+        found = self.found
+        return found if found is None or isinstance(found, Tensor) else found()
 
 
 @dataclass(frozen=True, slots=True)
