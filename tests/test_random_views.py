@@ -109,8 +109,8 @@ def _program(seed: int, x: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_equal_to_one_process(world: int) -> None:
     x = torch.randn(N, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    refused = 0
-    for seed in some(range(600 * world, 600 * world + 600), "programs", 6):
+    refused, seeds = 0, some(range(600 * world, 600 * world + 600), "programs", 6)
+    for seed in seeds:
 
         def work(seed: int = seed) -> Any:
             comm = current()
@@ -130,4 +130,4 @@ def test_equal_to_one_process(world: int) -> None:
                 continue
             torch.testing.assert_close(found[0], numbers, rtol=1e-9, atol=1e-9, equal_nan=True)
             assert found[1] == strides, seed
-    assert refused < 20
+    assert refused * 10 < len(seeds) * world

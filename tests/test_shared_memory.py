@@ -39,7 +39,7 @@ from pyg_sar.comm.shared_memory import Link, SharedMemory
 from pyg_sar.errors import MismatchError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.halo_rows import HaloSink, HaloSource, published_rows
-from pyg_sar.exchange.rows import Travel, Use, add_distinct_rows, add_rows
+from pyg_sar.exchange.rows import Travel, add_distinct_rows, add_rows
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
 SHARED = "shared memory"
@@ -166,49 +166,6 @@ def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
     return HaloPlan(comm, rows, halo, index, sends)
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_source_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch):
-    """The same rows; one buffer more than there are units fetched ahead, unless a unit is larger.
-
-    Without reuse a buffer for each of the four units, whose rows stay as they were handed out.
-    """
-    monkeypatch.setenv(SWITCH, switch)
-
-    def even_plan(comm: Communicator, rows: int) -> HaloPlan:
-        counts = [0 if q == comm.rank else 3 for q in range(comm.world_size)]
-        return HaloPlan(comm, rows, counts, torch.arange(3).repeat(comm.world_size - 1), counts)
-
-    def work(make: Callable[[Communicator, int], HaloPlan]) -> list[tuple[int, int]]:
-        comm = current()
-        plan = make(comm, 20)
-        own = torch.arange(20.0).view(20, 1) + 100 * comm.rank
-        found, counts = [], []
-        for use in (Use.KEEPS, Use.PASSES):
-            starts, copies, kept = set(), [], []
-            with Ledger(comm) as ledger:
-                source = HaloSource(plan, [own, own.double()], Travel(LABEL, prefetch, use=use))
-                for unit in range(plan.world_size):
-                    rows = source.open(unit).tensors
-                    copies += [part.clone() for part in rows]
-                    if unit > 0 and use is Use.KEEPS:
-                        kept.append(rows)  # No storage is freed and made again at its place.
-                    starts |= {rows[0].data_ptr()} if unit > 0 else set()
-                    del rows
-                    source.close(unit)
-                source.finish()
-            found.append(copies)
-            counts.append((len(starts), ledger.peak_resident_rows()))
-            assert all(map(torch.equal, (t for rows in kept for t in rows), copies[2:]))
-        assert all(map(torch.equal, *found))
-        return counts
-
-    for (every, _), (few, resident) in workers(work, 5, even_plan):
-        assert (every, few, resident) == (4, 1 + prefetch, 3 * (1 + prefetch))
-    for _, (few, resident) in workers(work, 5, ring_plan):
-        assert few <= 4 and resident <= 5 * (1 + prefetch)
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_are_read_where_they_are(world, prefetch):
@@ -220,27 +177,27 @@ def test_rows_are_read_where_they_are(world, prefetch):
         assert comm.sharing is not None
         tensors = [torch.rand(40, 3), torch.rand(40, 2, 2).double(), torch.rand(40)]
         counted = []
-        for use in (Use.PASSES, Use.IN_PLACE):
+        for in_place in (False, True):
             borrowed, found = [], []
             with Ledger(comm) as ledger:
-                source = HaloSource(plan, tensors, Travel(LABEL, prefetch, use=use))
+                source = HaloSource(plan, tensors, Travel(LABEL, prefetch, in_place=in_place))
                 for unit in range(plan.world_size):
                     rows = source.open(unit)
-                    found += [part.clone() for part in rows.alone().tensors]
+                    every = torch.arange(len(rows.tensors[0])) if rows.index is None else rows.index
+                    found += [part.index_select(0, every) for part in rows.tensors]
                     published = published_rows(plan, comm.sharing).count
-                    in_place = unit > 0 and use is Use.IN_PLACE
-                    assert (rows.index is not None) == in_place
-                    if in_place:
+                    where_it_lies = unit > 0 and in_place
+                    assert (rows.index is not None) == where_it_lies
+                    if where_it_lies:
                         borrowed.append(rows.tensors[0].data_ptr())
                         assert {part.size(0) for part in rows.tensors} == {published}
                         assert ledger.resident_rows() == rows.index.numel()
                     del rows
                     source.close(unit)
                 source.finish()
-                source._spare = []
                 assert ledger.resident_rows() == 0
             largest = max(plan.halo_counts)
-            assert use is Use.PASSES or ledger.peak_resident_rows() == largest
+            assert not in_place or ledger.peak_resident_rows() == largest
             ways = ledger.received_bytes(kind="fetch"), ledger.sent_bytes(kind="fetch")
             counted.append((found, *ways))
             assert len(set(borrowed)) == len(borrowed)

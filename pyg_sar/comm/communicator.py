@@ -490,17 +490,6 @@ class GroupCommunicator(Communicator):
         """Raises the error that broke this communicator, if one has."""
         self._issuer.check()
 
-    def diagnose(self, error: BaseException, doing: str) -> BaseException:
-        """Returns why a transfer beside the issuer's failed, having told the other workers."""
-        reason = self._diagnose(TransportError(str(error)), doing)
-        self._issuer.fail(reason)
-        return reason
-
-    @property
-    def group(self) -> Any:
-        """The process group of :mod:`torch.distributed`."""
-        return getattr(self._transport, "group", None)
-
     def _explain_termination(self) -> PygSarError | None:
         error = self._watch.cause()
         if error is not None:

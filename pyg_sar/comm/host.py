@@ -14,24 +14,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.comm.backends import TAGS, reduced, to_bytes
+from pyg_sar.comm.backends import reduced, to_bytes
 from pyg_sar.comm.communicator import Communicator, GroupCommunicator
 from pyg_sar.comm.environment import read_environment
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.messages import GATHER, mark_of, num_bytes, unlike
+from pyg_sar.comm.messages import GATHER, num_bytes, unlike
 from pyg_sar.comm.store import no_check
 from pyg_sar.comm.turns import Turns
-from pyg_sar.errors import PygSarError
 from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import Label
 from pyg_sar.store.host_store import PINNED, HostStore
@@ -43,7 +40,6 @@ Combine = Callable[[dict[int, Any]], Any]
 
 HEADER = 256  # Bytes of a message's name.
 LARGE = 1 << 16  # Bytes of a sum from which one total goes from process to process.
-MOST_SENT = 256  # Messages on their way to other processes before one waits for the first.
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +185,6 @@ class Host:
         self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
-        self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
-        self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
-        self._sent: deque[tuple[Tensor, Any]] = deque()
 
     def speaker(self, part: int) -> int:
         """Returns the rank that a part's own errors name; none with replicas: workers have them."""
@@ -239,8 +232,7 @@ class Host:
         return torch.empty(shape, dtype=dtype, device=self.rows_on)
 
     def close(self) -> None:
-        """Waits until all that was sent has gone, and removes the store."""
-        self.settle()
+        """Removes the store."""
         if self.store is not None:
             self.store.check()
             self.store.close()
@@ -277,6 +269,8 @@ class Host:
         if meeting.come(part, thing):
             meeting.end(combine(meeting.brought))
             self.turns.restart()
+            for work in meeting.works:
+                work.then(self.turns.look)
 
         def over() -> bool:
             return meeting.over() and (ready is None or ready())
@@ -354,124 +348,78 @@ class Host:
 
     # Messages ----------------------------------------------------------------
 
-    def send(self, src: int, dst: int, tensor: Tensor, name: str) -> None:
-        """Sends a part's tensor to another part, without waiting."""
-        number = self._next("send", src, dst)
-        if self.worker_of[dst] == self.outer.rank:
-            self._boxes[src, dst][number] = tensor.clone(), name
-            return
-        with self.unpaged(num_bytes(tensor)):
-            # gloo sends memory of the CPU.
-            copies = _header(name), to_bytes(tensor.to("cpu", copy=True))
-        tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
-        for copy, tag in zip(copies, tags, strict=True):
-            try:
-                work = dist.isend(copy, group=self._group(), tag=tag, group_dst=self.worker_of[dst])
-            except RuntimeError as error:
-                self._explain(error, f"{name} to part {dst}")
-            self._sent.append((copy, work))
-        if len(self._sent) > MOST_SENT:
-            # All that its receiver needs before it was posted before: it will be received.
-            _, oldest = self._sent.popleft()
-            self._outside(src, oldest.wait, f"{name} to part {dst}")
+    def exchanged(self, brought: Mapping[int, Posted], label: Label) -> Started:
+        """Messages by the part that they come from and the part that they are for.
 
-    def expect(self, src: int, dst: int) -> int:
-        """Returns the number of the message that a part expects next from another one.
+        The last part of each process calls it. :func:`unpack` takes a message.
 
-        Messages are matched in the order in which they are posted, which need not be the order in
-        which they are waited for.
+        Raises:
+            MismatchError: A part of this process sends what another one doesn't expect.
         """
-        return self._next("receive", src, dst)
-
-    def _next(self, way: str, src: int, dst: int) -> int:
-        number = self._posted[way, src, dst]
-        self._posted[way, src, dst] = number + 1
-        return number
-
-    def await_messages(self, dst: int, expected: Sequence[tuple[int, int]], doing: str) -> None:
-        """Waits until all of some messages to a part from parts of this process are there, in one
-        wait.
-
-        ``expected`` tells who sends each, and its number (:meth:`expect`).
-        """
-        near = [(self._boxes[src, dst], n) for src, n in expected if src in self.parts]
-        if not all(n in box for box, n in near):
-            self.turns.wait(dst, lambda: all(n in box for box, n in near), doing)
-
-    def receive(self, src: int, dst: int, number: int, into: Tensor, name: str) -> None:
-        """Waits for a message (:meth:`expect`) from a part to another one of this process."""
-        worker = self.worker_of[src]
-        if worker == self.outer.rank:
-            box = self._boxes[src, dst]
-            if number not in box:
-                self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
-            tensor, sent = box.pop(number)
-            if sent != name:
-                raise unlike(dst, src, name, sent)
-            into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
-            return
-        with self.unpaged(num_bytes(into)):
-            header = _header("")
-            arrived = torch.empty(into.shape, dtype=into.dtype)
-
-        def block() -> None:
-            first, tag = _tag(src, dst, number, ""), _tag(src, dst, number, name)
-            self._arrive(header, worker, first)
-            sent = _name_in(header)
-            if sent != _name_in(_header(name)):
-                raise unlike(dst, src, name, sent)
-            self._arrive(to_bytes(arrived), worker, tag)
-
-        self._outside(dst, block, f"{name} from part {src}")
-        into.copy_(arrived)
-
-    def _arrive(self, into: Tensor, worker: int, tag: int) -> None:
-        work = dist.irecv(into, group=self._group(), tag=tag, group_src=worker)
-        if work is not None:
-            work.wait()
-
-    def _outside(self, part: int, block: Callable[[], None], doing: str) -> None:
-        """Lets other parts compute while ``block()`` waits for another process."""
-        try:
-            self.turns.outside(part, block)
-        except RuntimeError as error:
-            if isinstance(error, PygSarError):
-                raise
-            self._explain(error, doing)
-
-    def _explain(self, error: RuntimeError, doing: str) -> NoReturn:
-        """Raises why a transfer broke, as soon as the workers' communicator knows it."""
-        outer = self.outer
-        if isinstance(outer, GroupCommunicator):
-            raise outer.diagnose(error, doing) from error
-        raise error
-
-    def _group(self) -> Any:
-        outer = self.outer
-        if not isinstance(outer, GroupCommunicator) or outer.backend != "gloo":
-            raise PygSarError(
-                f"Several parts in a worker need the backend 'gloo' (this is {outer.backend!r})"
-            )
-        return outer.group
-
-    def settle(self) -> None:
-        """Waits until all that was sent to other processes has gone."""
-        try:
-            while self._sent:
-                self._sent.popleft()[1].wait()
-        except RuntimeError as error:
-            self._explain(error, "a message of a part")
+        outer, size = self.outer, 0
+        found: dict[tuple[int, int], Parcel] = {}
+        for src, dst in itertools.product(self.parts, self.parts):
+            sent, wanted = brought[src].sends.get(dst), brought[dst].wanted.get(src)
+            names = [None if message is None else message[0] for message in (wanted, sent)]
+            if names[0] != names[1]:
+                raise unlike(dst, src, *(name or "nothing" for name in names))
+            if sent is not None:
+                found[src, dst] = _header(sent[0]), to_bytes(sent[1])
+        if outer.world_size == 1:
+            return Started([], found)
+        sends: list[Tensor | None] = [None] * outer.world_size
+        receives: list[Tensor | None] = [None] * outer.world_size
+        for posted in brought.values():
+            far = [*posted.sends.items(), *posted.wanted.items()]
+            size += sum(HEADER + num_bytes(t) for q, (_, t) in far if q not in self.parts)
+        with self.unpaged(size):
+            for w, theirs in enumerate(self.hosted):
+                if w == outer.rank:
+                    continue
+                going: list[Tensor] = []
+                for src, dst in itertools.product(self.parts, theirs):
+                    if dst in brought[src].sends:
+                        name, tensor = brought[src].sends[dst]
+                        going += [_header(name).to(outer.device), to_bytes(tensor)]
+                pairs = itertools.product(theirs, self.parts)
+                coming = [(src, dst) for src, dst in pairs if src in brought[dst].wanted]
+                sizes = [num_bytes(brought[dst].wanted[src][1]) for src, dst in coming]
+                total = sum(sizes) + HEADER * len(sizes)
+                arriving = torch.empty(total, dtype=torch.uint8, device=outer.device)
+                sends[w], receives[w] = torch.cat(going) if going else None, arriving
+                pieces = iter(arriving.split([n for size in sizes for n in (HEADER, size)]))
+                found |= dict(zip(coming, zip(pieces, pieces, strict=True), strict=True))
+        return Started([outer.exchange_all(sends, receives, label=label)], found)
 
 
-def _tag(src: int, dst: int, number: int, name: str) -> int:
-    return TAGS + mark_of(f"message {number} of part {src} to part {dst}: {name}")
+class Posted(NamedTuple):
+    """Messages of a part: names and tensors, by the part that they are for, or come from.
+
+    Tensors of ``wanted`` are what is received into.
+    """
+
+    sends: dict[int, tuple[str, Tensor]]
+    wanted: dict[int, tuple[str, Tensor]]
+
+
+Parcel = tuple[Tensor, Tensor]
+"""A message's name, and its values, as bytes."""
+
+
+def unpack(parcel: Parcel, name: str, into: Tensor, src: int, dst: int) -> None:
+    """Fills a contiguous tensor with a message of part ``src`` to part ``dst``.
+
+    Raises:
+        MismatchError: It has another name.
+    """
+    header, data = parcel
+    if not torch.equal(header.cpu(), _header(name)):
+        sent = header.cpu().numpy().tobytes().decode(errors="replace").rstrip()
+        raise unlike(dst, src, name, sent)
+    to_bytes(into).copy_(data)
 
 
 def _header(name: str) -> Tensor:
-    """A message's name, of a fixed size: another one than expected must not be received."""
-    text = name.encode()[:HEADER].ljust(HEADER)
+    """The last bytes of a message's name, which tell its dtype and shape."""
+    text = name.encode()[-HEADER:].ljust(HEADER)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _name_in(header: Tensor) -> str:
-    return header.numpy().tobytes().decode(errors="replace").rstrip()

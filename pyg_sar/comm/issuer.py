@@ -53,6 +53,7 @@ class Work:
         self._issuer = issuer
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._then: Callable[[], None] = lambda: None
         self.doing = doing
 
     @classmethod
@@ -92,11 +93,18 @@ class Work:
         if self._error is not None:
             raise self._error
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Has a function called, on any thread, once the transfer has ended; maybe twice."""
+        self._then = call
+        if self.done():
+            call()
+
     def _end(self, error: BaseException | None = None) -> None:
         """Ends the transfer; the first call counts (the failure watch may be faster)."""
         if not self._ended.is_set():
             self._error = error
             self._ended.set()
+            self._then()
 
 
 class Issuer:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.comm.backends import PeerTensor
 from pyg_sar.comm.communicator import Communicator, check_src
-from pyg_sar.comm.host import Combine, Host
+from pyg_sar.comm.host import Combine, Host, Posted, Started, unpack
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.messages import (
     BROADCAST,
@@ -83,29 +83,31 @@ class PartCommunicator(Communicator):
         label: Label,
         doing: str,
     ) -> Work:
-        self._check()
-        where, out = spoken(label), {}
-        for dst, send in sends:
+        where, host = spoken(label), self.host
+
+        def named(tensor: Tensor) -> tuple[str, Tensor]:
+            return name_of(where, tensor.dtype, tensor.shape), tensor
+
+        with torch.no_grad():
+            packed = {dst: pack(send).clone() for dst, send in sends}
+        posted = Posted(
+            {dst: named(tensor) for dst, tensor in packed.items() if tensor.numel()},
+            {src: named(tensor) for src, tensor in recvs if tensor.numel()},
+        )
+
+        def combine(brought: dict[int, Posted]) -> Started:
             with torch.no_grad():
-                tensor = pack(send)
-            if tensor.numel():
-                self.host.send(self.rank, dst, tensor, name_of(where, tensor.dtype, tensor.shape))
-                out[dst] = num_bytes(tensor)
-        wanted = [
-            (src, self.host.expect(src, self.rank), tensor)
-            for src, tensor in recvs
-            if tensor.numel()
-        ]
-        back = {src: num_bytes(tensor) for src, _, tensor in wanted}
+                return host.exchanged(brought, label)
+
+        take = self.come("exchange", label, "rows", posted, combine)
+        out, back = ({q: num_bytes(t) for q, (_, t) in way.items()} for way in posted)
         count(self.ledgers, label, out, back, TRANSPORT)
 
         def finish() -> None:
-            expected = [(src, number) for src, number, _ in wanted]
-            self.host.await_messages(self.rank, expected, doing)
+            found = take()
             with torch.no_grad():
-                for src, number, tensor in wanted:
-                    name = name_of(where, tensor.dtype, tensor.shape)
-                    self.host.receive(src, self.rank, number, tensor, name)
+                for src, (name, into) in posted.wanted.items():
+                    unpack(found[src, self.rank], name, into, src, self.rank)
 
         return PartWork(finish, doing)
 

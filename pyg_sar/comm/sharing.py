@@ -132,36 +132,6 @@ class Sharing:
             task, label, f"publication for ranks {', '.join(map(str, wanted))}"
         )
 
-    def read(
-        self,
-        src: int,
-        shape: tuple[int, int],
-        use: Callable[[Tensor, slice], None],
-        out: Tensor,
-        label: Label,
-    ) -> Work:
-        """Reads what ``src`` published, ``(rows, width)``.
-
-        ``use`` is called with it and some rows of ``out`` at a time, which it fills, on the issuing
-        thread; it must keep nothing of it. Nothing is read if ``out``, by whose size the ledgers
-        count, is empty.
-        """
-        if out.numel() == 0:
-            return Work.completed()
-        ledgers, dtype = list(self._ledgers), out.dtype
-        name = name_of(spoken(label), dtype, shape)
-
-        def task() -> None:
-            message = self.local_peers.receive(src, Subject.PUBLICATION, name)
-            whole = as_rows(message.data, *shape, dtype, src, self.rank)
-            for piece in pieces_of(out):
-                use(whole, piece)
-                message.pause()
-            message.release()
-            count(ledgers, label, {}, {src: num_bytes(out)}, self.local_peers.name)
-
-        return self._issuer.submit(task, label, f"reading rows of rank {src}")
-
     def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SharedBuffer:
         """Returns uninitialized memory for rows that a local peer will read: fill its ``rows``."""
         buffer = self.local_peers.take(shape[0] * shape[1] * dtype.itemsize)

@@ -21,8 +21,7 @@ from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
 from pyg_sar.errors import DistributedIndexError, MismatchError, PygSarError
 
-POLL = 0.02  # Seconds between two looks at what other processes may have done.
-STEP = 0.5  # The same where only threads of this process can change anything.
+STEP = 0.5  # Seconds between two looks at whether other processes have failed.
 
 
 _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
@@ -205,17 +204,10 @@ class Turns:
         """Lets the first part that can go on have the next turn: called by the computing part."""
         self._anew = True
 
-    def outside(self, part: int, block: Callable[[], Any]) -> Any:
-        """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
-        self._refuse_what_is_shared()
+    def look(self) -> None:
+        """Gives the turn to a part for which something outside this process has ended a wait."""
         with self._lock:
-            self._release(part)
             self._choose()
-        try:
-            return block()
-        finally:
-            with self._lock:
-                self._await(part, lambda: True, "its turn")
 
     def leave(self, part: int) -> None:
         """Ends the last turn of a part."""
@@ -268,7 +260,7 @@ class Turns:
                 if self.record is not None:
                     raise to_error(self.record, part)
                 self._check()
-                self._woken[part].wait(POLL if self._outside() else STEP)
+                self._woken[part].wait(STEP)
                 self._choose()
         finally:
             self._waiting.pop(part, None)

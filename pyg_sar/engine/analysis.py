@@ -10,7 +10,8 @@ worker looks again by itself, and only if it needs something else now is there a
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -104,7 +105,7 @@ class Choice:
     max_edges: int = 0
     out_rows: tuple[Tensor, ...] = ()
     sets: tuple[str, ...] = ()
-    found: tuple[int, ...] = ()
+    found: Dependence | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
     rows: RowsFound | None = None
     sums: SumsOf | None = None
@@ -131,10 +132,10 @@ class _Analysis:
 
     severity: int
     reason: str
-    budget: int
-    numbers: list[int]
-    rows: list[tuple[list[int], torch.dtype]] | None
-    sets: list[str]
+    budget: int = 1
+    needs: Dependence | None = None
+    rows: Sequence[tuple[list[int], torch.dtype]] = ()
+    sets: Sequence[str] = ()
     program: TileProgram | None = None
 
 
@@ -193,7 +194,7 @@ class Chooser:
         if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
             return not hooks_of(self.layer, "aggregate")
         look = self._look(known.strategy == "chunked", known.sizes)
-        return (look.severity, *look.numbers) == known.found
+        return look.needs == known.found
 
     def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
         """The leanest strategy that is right, agreed on by all workers."""
@@ -277,15 +278,19 @@ class Chooser:
             The choice, or why there is none and how bad it is (:class:`NeedsAllEdges`).
         """
         plan, device = self.edge_index.plan, self.edge_index.device
-        complete = strategy == "chunked"
-        look = self._look(complete, sizes)
-        agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
+        look = self._look(strategy == "chunked", sizes)
+        mine = None if look.needs is None else astuple(look.needs)
+        shapes = [(row, str(dtype)) for row, dtype in look.rows]
+        said = look.severity, look.budget, mine, shapes, look.sets
+        everyone = self.comm.all_gather_object(said)
+        severities, budgets, known, *_ = zip(*everyone, strict=True)
+        severity = max(severities)
         reason = look.reason or "another worker found that it needs all edges"
-        if agreed[0] == 3 and plan.world_size > 1:
+        if severity == 3 and plan.world_size > 1:
             raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
-        if agreed[0]:
-            return None, reason, agreed[0]
-        needs = Dependence.decode(agreed[2:])
+        if severity:
+            return None, reason, severity
+        needs = Dependence.agreed(known)
         if needs.reads_nodes and plan.world_size > 1:
             raise DistributedIndexError(
                 f"{self.title} can't run distributed (rank {plan.rank}): its message reads rows of "
@@ -293,16 +298,12 @@ class Chooser:
                 "other workers' nodes. Hand the tensor to propagate() and take its rows as '_j' or "
                 "'_i' arguments; if its rows are not nodes, register it as a buffer"
             )
-        mine: Any = None
-        if look.rows is not None:
-            mine = [(row, str(dtype)) for row, dtype in look.rows], look.sets
-        everyone = self.comm.all_gather_object(mine)
-        rows, sets = next(found for found in everyone if found is not None)
+        *_, rows, sets = everyone[0]
         choice = Choice(
             strategy,
             needs,
             self.rows.levels[0],
-            -agreed[1],
+            min(budgets),
             tuple(
                 torch.empty(
                     0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
@@ -310,7 +311,7 @@ class Chooser:
                 for shape, dtype in rows
             ),
             tuple(sets),
-            (look.severity, *look.numbers),
+            look.needs,
             sums=None if look.program is None else _sums_of(look.program, needs),
         )
         return choice, "", 0
@@ -333,13 +334,13 @@ class Chooser:
             )
             reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
             linear = complete or reductions.linear
-            numbers = self.rows.observation().needs(program, reads, linear).encode()
+            needs = self.rows.observation().needs(program, reads, linear)
             rows, sets = program.out_rows, program.sets
             _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
-            return _Analysis(error.severity, str(error), 1, Dependence.no_opinion(), None, [])
-        return _Analysis(0, "", budget, numbers, rows, sets, program)
+            return _Analysis(error.severity, str(error))
+        return _Analysis(0, "", budget, needs, rows or [], sets, program)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""

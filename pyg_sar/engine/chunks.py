@@ -24,7 +24,7 @@ from torch import Tensor
 from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_rows import PartRows, is_hosted
-from pyg_sar.exchange.rows import RowSink, RowSource, Travel, UnitRows, Use, add_rows, layout_of
+from pyg_sar.exchange.rows import RowSink, RowSource, Travel, UnitRows, add_rows, layout_of
 from pyg_sar.ledger import Label, tracked_buffer
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
@@ -144,7 +144,7 @@ class Chunks:
                     "round chunk by chunk, and hosted parts in their sum. Start a worker for each "
                     "part, take wire='exact', or a message_budget for one chunk"
                 )
-            how = replace(how, use=Use.IN_PLACE)
+            how = replace(how, in_place=True)
             return _PartSource(self, self._parts.source(tensors, how))
         return ChunkSource(self, tensors, how)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pyg_sar.engine.derivatives import Derivatives, recorded
 from pyg_sar.engine.schedule import Schedule, Stage
 from pyg_sar.errors import note_place
-from pyg_sar.exchange.rows import Travel, UnitRows, Use
+from pyg_sar.exchange.rows import Travel, UnitRows
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.space.shard import Block
 
@@ -34,7 +34,7 @@ class Pass:
         slots: Rows of own targets that are read at their edges' sources.
         scale: Multiplies rows of ``slots`` for other workers, ``[num_targets]``.
         answers: Sums by own targets that rows computed at the sources go back to.
-        use: How rows of ``sources`` are used; ``use_slots``: of ``slots``.
+        in_place: Rows of ``sources`` may be read where they lie; ``slots_in_place``: of ``slots``.
         own_last: Own edges come last, while the last rows are on their way back.
         in_flight: Rows that go back may travel over a network while the next are worked on.
         scope: Entered around the loop, if there is one.
@@ -46,8 +46,8 @@ class Pass:
     slots: Sequence[Tensor] = ()
     scale: Tensor | None = None
     answers: Sequence[Tensor] = ()
-    use = Use.PASSES
-    use_slots = Use.PASSES
+    in_place = False
+    slots_in_place = False
     own_last = False
     in_flight = True
     scope: Callable[[], AbstractContextManager[Any]] | None = None
@@ -154,8 +154,9 @@ def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
             there, units = stage.there, range(len(stage.blocks))
             if tensors := todo.slots if there else todo.sources:
                 label = kernel.name, todo.phase, todo.kinds[2 if there else 0]
-                use, scale = (todo.use_slots, todo.scale) if there else (todo.use, None)
-                how = Travel(label, kernel.prefetch, kernel.wire, use, scale)
+                in_place = todo.slots_in_place if there else todo.in_place
+                scale = todo.scale if there else None
+                how = Travel(label, kernel.prefetch, kernel.wire, in_place, scale)
                 source = stage.exchange.source(tensors, how)
             if totals := todo.answers if there else todo.returned:
                 label = kernel.name, todo.phase, todo.kinds[3 if there else 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.wording import counted
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Communicator
@@ -46,7 +44,6 @@ class Agreed:
         self.published: Any = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class HaloPlan:
     r"""A worker's place in the distributed node numbering, and its exchange with the peers.
 
@@ -66,69 +63,37 @@ class HaloPlan:
         n_id: Global ids of the own nodes, where they are known.
         covers: Of the edges that the partition came with.
         open_ended: More own rows may follow the last that a relation has.
-        context: The layer that runs now; shared by plans that are made of each other.
 
     Attributes:
+        context: The layer that runs now; shared by plans that are made of each other.
         halo_offsets: First halo row of each owner, and at last :math:`H_p`.
         peers: Of each unit, the worker that its rows come from, and the one that they go to.
         num_rows: Rows of each unit.
         agreed: What all workers have made together with it.
-
-    Raises:
-        ValueError: When the counts don't fit the communicator or each other.
     """
 
-    comm: Communicator
-    num_local: int
-    halo_counts: Sequence[int]
-    send_index: Tensor
-    send_counts: Sequence[int]
-    n_id: Tensor | None = None
-    covers: StoredCovers | None = None
-    open_ended: bool = False
-    context: CallContext = field(default_factory=CallContext)
-    agreed: Agreed = field(default_factory=Agreed, init=False)
-    rank: int = field(init=False)
-    world_size: int = field(init=False)
-    halo_offsets: list[int] = field(init=False)
-    num_halo: int = field(init=False)
-    peers: list[tuple[int, int]] = field(init=False)
-    num_rows: list[int] = field(init=False)
-    _sends: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        comm = self.comm
-        world = comm.world_size
-        for name in ("halo_counts", "send_counts"):
-            counts = [int(n) for n in getattr(self, name)]
-            if len(counts) != world:
-                raise ValueError(
-                    f"Expected {world} numbers in '{name}', one per worker (got {len(counts)}); "
-                    f"partition the graph into {counted(world, 'parts')} or start "
-                    f"{counted(len(counts), 'workers')}"
-                )
-            if counts[comm.rank] != 0:
-                raise ValueError(f"'{name}' of rank {comm.rank} counts its own rows as remote")
-            object.__setattr__(self, name, counts)
-        if sum(self.send_counts) != self.send_index.numel():
-            raise ValueError(
-                f"'send_counts' sum to {sum(self.send_counts)}, but 'send_index' holds "
-                f"{counted(self.send_index.numel(), 'rows')}"
-            )
-        offsets = [0, *accumulate(self.halo_counts)]
-        peers = [((comm.rank + u) % world, (comm.rank - u) % world) for u in range(world)]
-        found = {
-            "num_local": int(self.num_local),
-            "rank": comm.rank,
-            "world_size": world,
-            "halo_offsets": offsets,
-            "num_halo": offsets[-1],
-            "peers": peers,
-            "num_rows": [int(self.num_local), *(self.halo_counts[q] for q, _ in peers[1:])],
-            "_sends": list(self.send_index.split(list(self.send_counts))),
-        }
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+    def __init__(
+        self,
+        comm: Communicator,
+        num_local: int,
+        halo_counts: Sequence[int],
+        send_index: Tensor,
+        send_counts: Sequence[int],
+        n_id: Tensor | None = None,
+        covers: StoredCovers | None = None,
+        open_ended: bool = False,
+    ) -> None:
+        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self.num_local, self.n_id, self.covers = num_local, n_id, covers
+        self.halo_counts, self.send_counts = list(halo_counts), list(send_counts)
+        self.send_index, self.open_ended = send_index, open_ended
+        self.context, self.agreed = CallContext(), Agreed()
+        self.halo_offsets = [0, *accumulate(halo_counts)]
+        self.num_halo = self.halo_offsets[-1]
+        rank, world = self.rank, self.world_size
+        self.peers = [((rank + u) % world, (rank - u) % world) for u in range(world)]
+        self.num_rows = [num_local, *(self.halo_counts[q] for q, _ in self.peers[1:])]
+        self._sends = list(send_index.split(self.send_counts))
 
     @property
     def num_ids(self) -> int:
@@ -152,12 +117,20 @@ class HaloPlan:
         if self.send_index.device == device:
             return self
         n_id = None if self.n_id is None else self.n_id.to(device)
-        return replace(self, send_index=self.send_index.to(device), n_id=n_id)
+        send = self.send_index.to(device)
+        return self._again(self.num_local, send, n_id, self.open_ended)
 
     def widened(self, num_local: int) -> HaloPlan:
         """The same exchange among more own rows, the new ones behind those known so far."""
-        # With one context: other workers' plans may not need to be widened.
-        return replace(self, num_local=num_local, n_id=None, open_ended=False)
+        return self._again(num_local, self.send_index, None, False)
+
+    def _again(
+        self, num_local: int, send_index: Tensor, n_id: Tensor | None, open_ended: bool
+    ) -> HaloPlan:
+        given = self.comm, num_local, self.halo_counts, send_index, self.send_counts
+        made = HaloPlan(*given, n_id, self.covers, open_ended)
+        made.context = self.context  # Other workers' plans may not need to be made again.
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

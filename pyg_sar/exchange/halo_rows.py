@@ -5,13 +5,9 @@ and posts its transfers in that order; the communicator's issuing thread carries
 first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
 posts first, and nothing can deadlock. A unit without rows keeps its place; nothing is sent for it.
 
-[Note: buffers] A consumer that keeps nothing of the rows lets the source use their buffers again,
-each of which has room for all units that it will serve: the system would otherwise clear a new
-one's pages, which takes as long as filling them.
-
 [Note: shared memory] Rows of a worker of the same host are read from what it published (see
 sharing): a source publishes its own tensors once, when it starts. A consumer that finds rows by an
-index reads them where they are; for others a unit's fetch gathers from its owner's publication.
+index reads them where they are; for others they are gathered from there when the unit is opened.
 Between other workers rows are packed for each peer.
 """
 
@@ -29,7 +25,7 @@ from torch import Tensor
 from pyg_sar.comm.shared_memory import SharedBuffer, Subject
 from pyg_sar.comm.sharing import Incoming, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, Use, layout_of
+from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, layout_of
 from pyg_sar.ledger import Label, tracked_buffer
 
 if TYPE_CHECKING:
@@ -74,13 +70,6 @@ class Published:
     readers: dict[int, int] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     index: dict[int, Tensor] = field(default_factory=dict)
-
-    def gather(self, publication: Tensor, piece: slice, owner: int, out: Tensor) -> None:
-        """Takes a piece of the halo rows of ``owner`` from what it published."""
-        if owner in self.index:
-            torch.index_select(publication, 0, self.index[owner][piece], out=out[piece])
-        else:
-            out[piece] = publication[piece]
 
 
 def published_rows(plan: HaloPlan, sharing: Sharing) -> Published:
@@ -150,7 +139,6 @@ class HaloSource(_Near, RowSource):
         self._posted = 1
         self._pending: deque[_Fetch] = deque()
         self._open: _Fetch | None = None
-        self._spare: list[Tensor] = []
         self._works: list[Work] = []
         self._shared = Published()
         if self._sharing is not None:
@@ -169,28 +157,36 @@ class HaloSource(_Near, RowSource):
             work.wait()
         self._post(unit + how.prefetch)
         rows, owner = plan.num_rows[unit], plan.peers[unit][0]
-        if fetch.in_place:
+        index = self._shared.index.get(owner)
+        if fetch.in_place and how.in_place:
             if plan.comm.ledgers:
                 fetch.in_place[0].hold(plan.comm.ledgers, how.label[0], rows)
             found = [incoming.rows for incoming in fetch.in_place]
             found = found if self.layout.plain else self.layout.unpack(found)
-            return UnitRows(found, self._shared.index.get(owner))
-        filled = [buffer[:rows] for buffer in fetch.buffers]
+            return UnitRows(found, index)
+        if fetch.in_place:
+            fetch.buffers = self._buffers(unit)
+            for incoming, buffer in zip(fetch.in_place, fetch.buffers, strict=True):
+                for piece in pieces_of(buffer):
+                    if index is None:
+                        buffer[piece] = incoming.rows[piece]
+                    else:
+                        torch.index_select(incoming.rows, 0, index[piece], out=buffer[piece])
+                    incoming.pause()
+                incoming.release()
+            fetch.in_place = []
+        filled, fetch.buffers = fetch.buffers, []
         for buffer in filled:
             how.wire.land(buffer)
-        if how.use is Use.KEEPS:
-            fetch.buffers = []
         return UnitRows(self.layout.unpack(filled))
 
     def close(self, unit: int) -> None:
-        """Gives memory back to its owner, and buffers to later units. See [Note: buffers]."""
+        """Gives memory back to its owner."""
         fetch, self._open = self._open, None
         if fetch is None:
             return
         for rows in fetch.in_place:
             rows.release()
-        if self._posted < self.plan.world_size:
-            self._spare = fetch.buffers
 
     def finish(self) -> None:
         """Waits until others' reading of own rows is under way, before these may be changed."""
@@ -220,39 +216,26 @@ class HaloSource(_Near, RowSource):
             unit = self._posted
             self._posted += 1
             (owner, peer), rows = plan.peers[unit], plan.num_rows[unit]
-            in_place = how.use is Use.IN_PLACE and owner in self._near
-            fetch = _Fetch([] if in_place else self._buffers(unit))
+            fetch = _Fetch([] if owner in self._near else self._buffers(unit))
             for k, (dtype, width) in enumerate(self.layout.widths):
-                buffer = None if in_place else fetch.buffers[k][:rows]
                 pack = landing = None
                 if peer not in self._near and plan.send_counts[peer]:
                     pack = partial(self._pack, peer, dtype)
-                if owner not in self._near and buffer is not None and rows:
-                    landing = how.wire.landing(buffer)
-                if pack is not None or landing is not None:
+                if fetch.buffers and rows:
+                    landing = how.wire.landing(fetch.buffers[k])
+                if pack is not None or landing is not None or plan.comm.host is not None:
                     works = plan.comm.exchange(pack, peer, landing, owner, label=how.label)
                     fetch.works.append(works)
-                if sharing is None or owner not in self._near:
-                    continue
-                shape, subject = (shared.counts.get(owner, 0), width), Subject.PUBLICATION
-                if buffer is None:
+                if sharing is not None and owner in self._near:
+                    shape, subject = (shared.counts.get(owner, 0), width), Subject.PUBLICATION
                     found = sharing.expect(owner, subject, shape, dtype, how.label, rows)
                     fetch.in_place.append(found)
                     fetch.works.append(found.work)
-                else:
-                    use = partial(shared.gather, owner=owner, out=buffer)
-                    fetch.works.append(sharing.read(owner, shape, use, buffer, how.label))
             self._pending.append(fetch)
 
     def _buffers(self, unit: int) -> list[Tensor]:
-        """Room for a unit's rows, and if it is used again for those of later ones."""
-        spare, self._spare = self._spare, []
+        """Room for a unit's rows."""
         count, layer = self.plan.num_rows[unit], self.how.label[0]
-        if spare and spare[0].size(0) >= count:
-            return spare
-        del spare
-        if count and self.how.use is not Use.KEEPS:
-            count = max(self.plan.num_rows[unit :: 1 + self.how.prefetch])
         ledgers, device = self.plan.comm.ledgers, self.tensors[0].device
         found = []
         for k, (dtype, width) in enumerate(self.layout.widths):
@@ -321,7 +304,7 @@ class HaloSink(_Near, RowSink):
                 device = self.tensors[0].device
                 far.append(torch.empty((coming, width), dtype=dtype, device=device))
                 landing = how.wire.landing(far[-1]) if coming else None
-            if send is not None or landing is not None:
+            if send is not None or landing is not None or plan.comm.host is not None:
                 works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
             if sharing is not None and isinstance(packed, SharedBuffer):
                 works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))

@@ -26,7 +26,7 @@ from pyg_sar.comm.messages import count, count_all
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, exchange_rows, narrowed
-from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, Use, layout_of
+from pyg_sar.exchange.rows import WHOLE, RowSink, RowSource, Travel, UnitRows, layout_of
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label, tracked_buffer
 
@@ -180,7 +180,7 @@ class PartSource(RowSource):
     def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
         self.plan, self.tensors, self.how, self.label = plan, list(tensors), how, how.label
         self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
-        self.published = published_rows(plan)
+        self.published, self._held = published_rows(plan), 0
         # All parts' rows are waited for at once: sums of own edges would wait in the store.
         self._tables: Tables | None = self._publish()()
 
@@ -188,29 +188,29 @@ class PartSource(RowSource):
         """Own rows as they are; halo rows by owner: where they lie, or gathered."""
         if unit == 0:
             return UnitRows(self.tensors)
-        plan, tables, self._tables = self.plan, self._tables, None
+        tables, self._tables = self._tables, None
         if tables is None:
             raise RuntimeError("Halo rows are opened once")
-        self._hold(plan.num_halo)
         found = self._in_place(tables)
         return self._gathered(tables) if found is None else found
 
     def _in_place(self, tables: Tables) -> UnitRows | None:
         """The halo rows where they lie, if the consumer and the tables allow it."""
         how, on_cpu = self.how, self.tensors[0].device.type == "cpu"
-        if how.use is not Use.IN_PLACE or not how.wire.is_exact or not on_cpu:
+        if not how.in_place or not how.wire.is_exact or not on_cpu:
             return None
         found = tables.in_place(self.plan.rank)
         if found is None:
             return None
         self._count(0, 0)
+        self._hold(self.plan.num_halo)
         rows, places = found
         return UnitRows(rows if self.layout.plain else self.layout.unpack(rows), places)
 
     def _gathered(self, tables: Tables) -> UnitRows:
         plan, wire, buffers = self.plan, self.how.wire, []
         for number, (dtype, width) in enumerate(self.layout.widths):
-            counted = plan.num_halo if number == 0 and self.how.use is Use.KEEPS else 0
+            counted = plan.num_halo if number == 0 else 0
             shape, device = (plan.num_halo, width), self.tensors[0].device
             ledgers = plan.comm.ledgers
             buffers.append(tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device))
@@ -222,13 +222,13 @@ class PartSource(RowSource):
     def close(self, unit: int) -> None:
         """Takes the halo rows back."""
         if unit:
-            self._hold(-self.plan.num_halo)
+            self._hold(-self._held)
 
     def _hold(self, rows: int) -> None:
-        """Has ledgers count halo rows, which are not kept, as resident."""
-        if self.how.use is not Use.KEEPS:
-            for ledger in self.plan.comm.ledgers:
-                ledger.hold(self.label[0], rows)
+        """Has ledgers count halo rows that are read where they lie as resident."""
+        self._held += rows
+        for ledger in self.plan.comm.ledgers:
+            ledger.hold(self.label[0], rows)
 
     def _count(self, rows: int, size: int) -> None:
         """Has ledgers count the halo rows, of which so many came from the store."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -58,14 +57,6 @@ def add_distinct_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
         gather_sum_(target, flat, order[:-1], order, index)
 
 
-class Use(Enum):
-    """How a consumer uses opened rows."""
-
-    KEEPS = "it keeps them after it has closed the unit"
-    PASSES = "it has done with them when it closes the unit"
-    IN_PLACE = "the same, and it finds them by an index"
-
-
 @dataclass(frozen=True, slots=True)
 class UnitRows:
     """A unit's rows of some node tensors.
@@ -78,12 +69,6 @@ class UnitRows:
 
     tensors: list[Tensor]
     index: Tensor | None = None
-
-    def alone(self) -> UnitRows:
-        """The unit's rows without others, in order; copied for that."""
-        if self.index is None:
-            return self
-        return UnitRows([tensor.index_select(0, self.index) for tensor in self.tensors])
 
 
 class RowSource(ABC):
@@ -130,7 +115,8 @@ class Travel:
         label: Whom the ledger charges.
         prefetch: Units fetched ahead, 0 or 1.
         wire: How rows travel.
-        use: How the consumer uses rows that come.
+        in_place: The consumer finds rows that come by an index, and has done with them when it
+            closes the unit: they may be handed out where they lie.
         scale: Rows for other workers travel multiplied by their number, ``[num_local]``.
         in_flight: A unit's computed rows may travel over a network while the next unit is worked
             on; ``None``: not even between workers of one host.
@@ -140,7 +126,7 @@ class Travel:
     label: Label
     prefetch: int = 1
     wire: Wire = field(default_factory=Wire)
-    use: Use = Use.KEEPS
+    in_place: bool = False
     scale: Tensor | None = None
     in_flight: bool | None = True
     merge: Merge | None = None

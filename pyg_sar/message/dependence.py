@@ -36,8 +36,6 @@ from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.space.distributed_index import storage_of
 from pyg_sar.space.shard import Tile
 
-_MANY = 2**40
-_OPERANDS = 2**16  # more than a message has
 _REMEDY = "(make it an attribute of the layer, or pass it to propagate)"
 Rows = Mapping[int, Tensor]
 Changes = Mapping[int, Callable[[Tensor], Any]]
@@ -68,41 +66,22 @@ class Dependence:
     reads_nodes: bool = False
     product: tuple[int, int] | None = None
 
-    @staticmethod
-    def no_opinion() -> list[int]:
-        """Returns the numbers of a worker without edges, which agrees with the others."""
-        return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0, -_MANY, -_MANY]
-
-    def encode(self) -> list[int]:
-        """Returns numbers that workers agree on by their maximum."""
-        product = -1 if self.product is None else self.product[0] * _OPERANDS + self.product[1]
-        return [
-            int(self.needs_gradient),
-            int(self.needs_sources),
-            self.source,
-            -self.source,
-            _PATTERNS.index(self.pattern),
-            int(self.saved_bytes_per_edge * 1000),
-            self.message_bytes,
-            int(self.reads_nodes),
-            int(not self.reads_nodes),
-            product,
-            -product,
-        ]
-
     @classmethod
-    def decode(cls, numbers: Sequence[int]) -> Dependence:
-        """Inverse of :meth:`encode`."""
-        gradient, sources, most, least, pattern, saved, size, reads, apart, high, low = numbers
+    def agreed(cls, everyone: Sequence[Sequence[Any]]) -> Dependence:
+        """The needs of all workers together, each given by its attributes in their order."""
+        gradient, sources, source, patterns, saved, size, reads, products = zip(
+            *everyone, strict=True
+        )
+        same = products[0] is not None and products.count(products[0]) == len(products)
         return cls(
-            bool(gradient),
-            bool(sources),
-            most if most == -least and most >= 0 else -1,
-            _PATTERNS[pattern],
-            saved / 1000,
-            size,
-            bool(reads) and not apart,
-            divmod(high, _OPERANDS) if high == -low and high >= 0 else None,
+            any(gradient),
+            any(sources),
+            source[0] if source.count(source[0]) == len(source) else -1,
+            max(map(tuple, patterns), key=_PATTERNS.index),
+            max(saved),
+            max(size),
+            all(reads),
+            tuple(products[0]) if same else None,
         )
 
 

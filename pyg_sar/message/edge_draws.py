@@ -31,7 +31,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
-from pyg_sar.space.edge_ids import EdgePlaces, edge_ids, edge_places
+from pyg_sar.space.edge_ids import EdgeNumbers, edge_numbers
 from pyg_sar.wording import counted
 
 Strength = Literal["same", "keyed"]
@@ -115,14 +115,9 @@ class EdgeDraws:
         self._comm, self._device = edge_index.plan.comm, edge_index.device
         self._draws, self._title, self._silent = Draws(strength), title, silent
         self._count = edge_index.size(1)
-        self._numbers: tuple[Tensor, int] | None = None
-        self._places: EdgePlaces | None = None
-        if not silent and strength == "same":
-            self._places = places = edge_places(edge_index)
-            self._numbers = None if places is None else (places.places, places.total)
-        elif not silent:
-            ids = edge_ids(edge_index)
-            self._numbers = None if ids is None else (ids.ids, ids.bound)
+        self._numbers: EdgeNumbers | None = None
+        if not silent:
+            self._numbers = edge_numbers(edge_index, places=strength == "same")
         self._start = self._mark = generator_mark(self._device)
         self._drawn: list[_Drawn] = []
         self._settled = False
@@ -162,25 +157,24 @@ class EdgeDraws:
         if drawn.rows is not None:
             found = drawn.rows[columns]
             return found.to(dtype).div_(1 - fill.one) if found.dtype == torch.bool else found
-        ids, total = self._known()
+        known = self._known()
         given: dict[str, Any] = {"dtype": dtype, "device": self._device, "draws": drawn.draws}
-        return draw(fill, rest, ids[columns], total, **given)
+        return draw(fill, rest, known.numbers[columns], known.total, **given)
 
     def _first(self, fill: Fill, rest: list[int], dtype: torch.dtype) -> _Drawn:
         if self._settled:
             raise self._refusal("draws more random numbers when it runs again than at first")
-        (ids, total), draws = self._known(), self._draws.fixed()
+        known, draws = self._known(), self._draws.fixed()
         drawn = _Drawn(fill, rest, dtype, draws)
         if draws.key is None:
             given: dict[str, Any] = {"dtype": dtype, "device": self._device, "draws": draws}
             drops = fill.name == "dropout" and fill.one < 1
-            places = self._places
-            order = None if places is None else lambda: places.ascending
+            ids, total, order = known.numbers, known.total, lambda: known.ascending
             drawn.rows = draw(fill, rest, ids, total, order=order, mask=drops, **given)
         self._mark = generator_mark(self._device)
         return drawn
 
-    def _known(self) -> tuple[Tensor, int]:
+    def _known(self) -> EdgeNumbers:
         if self._numbers is None and self._silent:
             raise self._refusal(
                 "draws random numbers now, and did not when it was first called in this way, "

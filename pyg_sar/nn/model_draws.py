@@ -43,7 +43,7 @@ from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex, name_of
 from pyg_sar.space.draws import Draws, Fill, draw, generator_mark
-from pyg_sar.space.edge_ids import edge_ids, edge_places
+from pyg_sar.space.edge_ids import edge_numbers
 
 _AGREE = ("", "", "agreement")
 
@@ -215,18 +215,13 @@ class ModelDraws(Drawing):
     def _of_edges(self, what: str, found: list[DistEdgeIndex]) -> tuple[Tensor, int]:
         if any(edges is not found[0] for edges in found):
             raise self._refusal(f"draws {what}: several 'edge_index' have as many edges")
-        if self._draws.strength == "same":
-            places = edge_places(found[0])
-            known = None if places is None else (places.places, places.total)
-        else:
-            ids = edge_ids(found[0])
-            known = None if ids is None else (ids.ids, ids.bound)
+        known = edge_numbers(found[0], places=self._draws.strength == "same")
         if known is None:
             raise self._refusal(
                 f"draws {what} for edges of which it isn't known where they stand in one process's "
                 "list of all edges"
             )
-        return known
+        return known.numbers, known.total
 
     def _refusal(self, problem: str) -> DistributedIndexError:
         return DistributedIndexError(

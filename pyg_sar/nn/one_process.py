@@ -22,7 +22,7 @@ from pyg_sar.kernels.ops import made_for, why_missing_on
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import put_back
 from pyg_sar.space.distributed_index import DistEdgeIndex, Order, dist_edge_index, version_of
-from pyg_sar.space.edge_ids import Counted
+from pyg_sar.space.edge_ids import Given
 
 
 class NothingFused(Exception):
@@ -127,8 +127,10 @@ class OwnGraphs:
             numbers = torch.arange(sources, device=edge_index.device)
             plan = HaloPlan(current(), sources, [0], nothing, [0], n_id=numbers)
             graph = dist_edge_index(edge_index.detach(), plan, targets=targets)
-            every = Counted(edge_index.size(1), edge_index.device)
-            graph.ordered(Order(every.numbers, every))
+            count, device = edge_index.size(1), edge_index.device
+            order = Order(lambda: torch.arange(count, device=device))  # made when it is asked for
+            order.recipe = Given(order.find)
+            graph.ordered(order)
         self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
         last = {id(made()) for made in self._last.values()}
         older = [entry for entry in self._found[:-_MEMORY] if id(entry[-1]) in last]

@@ -48,15 +48,14 @@ def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
     """
     rows = rows.detach().contiguous()
     counts = [int(n) for n in comm.all_gather_object(rows.size(0))]
+    sends: list[Tensor | None] = [None] * comm.world_size
+    parts: list[Tensor | None] = [None] * comm.world_size
     if comm.rank != 0:
-        comm.exchange(rows if rows.numel() else None, 0, None, 0, label=_OWNED).wait()
-        return []
-    found = [rows]
-    for rank in range(1, comm.world_size):
-        part = rows.new_empty(counts[rank], *rows.shape[1:])
-        comm.exchange(None, rank, part if part.numel() else None, rank, label=_OWNED).wait()
-        found.append(part)
-    return found
+        sends[0] = rows
+    else:
+        parts[1:] = [rows.new_empty(count, *rows.shape[1:]) for count in counts[1:]]
+    comm.exchange_all(sends, parts, label=_OWNED).wait()
+    return [rows, *(part for part in parts if part is not None)] if comm.rank == 0 else []
 
 
 def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,8 @@ all of it. A full disk is an error before the first row, not a signal in the mid
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +58,13 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
     _check_places(places, total, comm)
     folder, hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
     try:
-        trouble: list[Any] | None = None
-        try:
+        with _on_all(comm, path):
             _write_own(hidden, start, rows, places)
             flush(hidden)
-        except OSError as error:
-            trouble = [error.errno, f"{error.strerror or error} (rank {comm.rank})"]
-        _raise_everywhere(comm, path, trouble)
-        trouble = None
-        if comm.rank == 0:
-            try:
+        with _on_all(comm, path):
+            if comm.rank == 0:
                 hidden.replace(path)
                 flush(path.parent)
-            except OSError as error:
-                trouble = _described(error, path)
-        _raise_everywhere(comm, path, trouble)
     finally:
         if folder is not None:
             folder.close()
@@ -118,29 +112,24 @@ def _reserve(
     """Has rank 0 make the hidden file; returns at rank 0 the folder that it is in, its name, and
     where its rows begin. Collective.
     """
-    made: list[Any] = ["", 0, None]
-    folder = None
-    if comm.rank == 0:
-        try:
-            folder = TemporaryFolder.beside(path.absolute())
-            hidden = folder.path / "rows"
-            made[:2] = [os.fspath(hidden), _make(hidden, shape, dtype)]
-        except OSError as error:
-            if folder is not None:
-                folder.close()
-            made[2] = _described(error, path)
-    name, start, trouble = comm.broadcast_object(made, label=_LABEL)
-    if trouble is not None:
-        raise OSError(*trouble)
-    hidden = Path(name)
-    lost = None
-    if not hidden.exists():
-        lost = f"rank {comm.rank} does not see the file that rank 0 has made beside it"
-    found = [text for text in comm.all_gather_object(lost, label=_LABEL) if text]
-    if found:
-        if folder is not None:
-            folder.close()
-        raise OSError(None, f"{found[0]}: choose a folder that all hosts share", os.fspath(path))
+    made: list[Any] = ["", 0]
+    with ExitStack() as stack:
+        folder = None
+        with _on_all(comm, path):
+            if comm.rank == 0:
+                folder = TemporaryFolder.beside(path.absolute())
+                stack.callback(folder.close)
+                hidden = folder.path / "rows"
+                made = [os.fspath(hidden), _make(hidden, shape, dtype)]
+        name, start = comm.broadcast_object(made, label=_LABEL)
+        hidden = Path(name)
+        with _on_all(comm, path):
+            if not hidden.exists():
+                raise OSError(
+                    f"rank {comm.rank} does not see the file that rank 0 has made beside it: "
+                    "choose a folder that all hosts share"
+                )
+        stack.pop_all()
     return folder, hidden, int(start)
 
 
@@ -179,13 +168,16 @@ def _write_own(hidden: Path, start: int, rows: np.ndarray[Any, Any], places: Ten
         at = end
 
 
-def _described(error: OSError, path: Path) -> list[Any]:
-    found = explained(error, path)
-    return [error.errno, getattr(found, "strerror", None) or str(found), os.fspath(path)]
-
-
-def _raise_everywhere(comm: Communicator, path: Path, trouble: list[Any] | None) -> None:
-    """Raises what any worker met on all of them."""
-    for found in comm.all_gather_object(trouble, label=_LABEL):
-        if found is not None:
-            raise OSError(*found[:2], os.fspath(path))
+@contextmanager
+def _on_all(comm: Communicator, path: Path) -> Iterator[None]:
+    """Raises an ``OSError`` that any worker meets in the block on all of them. Collective."""
+    trouble: list[Any] | None = None
+    try:
+        yield
+    except OSError as error:
+        found = explained(error, path)
+        text = getattr(found, "strerror", None) or str(found)
+        trouble = [error.errno, f"{text} (rank {comm.rank})"]
+    for said in comm.all_gather_object(trouble, label=_LABEL):
+        if said is not None:
+            raise OSError(*said, os.fspath(path))

@@ -13,7 +13,7 @@ are kept with the edges. As long as all workers ran the same program, their reci
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,42 +52,26 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Given(Recipe):
-    """Ids that are known, ``[E]``; ``None``: they should be, and are not."""
+    """Ids that are known, ``[E]``, or what finds them; ``None``: they should be, and are not."""
 
-    found: Tensor | None
+    found: Tensor | Callable[[], Tensor | None] | None
 
     def known(self) -> bool:
         return self.found is not None
 
     def bounds(self) -> list[int]:
-        found = self.found
+        found = self._ids()
         return [0 if found is None or found.numel() == 0 else int(found.max()) + 1]
 
     def ids(self, bounds: Iterator[int]) -> tuple[Tensor, int]:
-        if self.found is None:
+        found = self._ids()
+        if found is None:
             raise RuntimeError("The edges have no ids")
-        return self.found, next(bounds)
+        return found, next(bounds)
 
-
-@dataclass(frozen=True, slots=True)
-class Counted(Recipe):
-    """All edges of one process, whose ids are 0 to ``count - 1``: made when they are asked for."""
-
-    count: int
-    device: torch.device
-
-    def known(self) -> bool:
-        return True
-
-    def bounds(self) -> list[int]:
-        return [self.count]
-
-    def ids(self, bounds: Iterator[int]) -> tuple[Tensor, int]:
-        return self.numbers(), next(bounds)
-
-    def numbers(self) -> Tensor:
-        """Returns the ids ``[count]``."""
-        return torch.arange(self.count, device=self.device)
+    def _ids(self) -> Tensor | None:
+        found = self.found
+        return found if found is None or isinstance(found, Tensor) else found()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,63 +113,42 @@ class Joined(Recipe):
         return torch.cat(ids), start
 
 
-@dataclass(frozen=True, slots=True)
-class EdgeIds:
+@dataclass(frozen=True)
+class EdgeNumbers:
     """The global numbers of a worker's edges. See [Note: global numbers].
 
     Attributes:
-        ids: Of each edge its own, ``[E]``.
-        bound: A number above the ids of all workers.
+        numbers: Of each edge its own, ``[E]``.
+        total: A number above those of all workers; of places, the edges of all workers.
     """
 
-    ids: Tensor
-    bound: int
-
-
-@dataclass(frozen=True)
-class EdgePlaces:
-    """Where a worker's edges stand in one process's list.
-
-    Attributes:
-        places: Of each edge, ``[E]``.
-        total: Edges of all workers.
-    """
-
-    places: Tensor
+    numbers: Tensor
     total: int
 
     @cached_property
     def ascending(self) -> Tensor:
-        """The edges in ascending order of their places, ``[E]``, int32."""
+        """The edges in ascending order of their numbers, ``[E]``, int32."""
         with torch.inference_mode(False):  # Training may come after inference.
-            return ascending(self.places)
+            return ascending(self.numbers)
 
 
-def edge_ids(edge_index: Any) -> EdgeIds | None:
-    """The ids of a distributed edge index, ``None`` on all workers where one doesn't know its own.
-
-    All workers call this together.
-    """
-    found: tuple[EdgeIds | None]
-    found = edge_index.remember_together("edge ids", lambda: (_edge_ids(edge_index),))
-    return found[0]
-
-
-def edge_places(edge_index: Any) -> EdgePlaces | None:
-    """The places of a distributed edge index, ``None`` on all workers where they are not known.
+def edge_numbers(edge_index: Any, places: bool) -> EdgeNumbers | None:
+    """The places of a distributed edge index, or its ids; ``None`` on all workers where they are
+    not known.
 
     All workers call this together.
     """
 
-    def make() -> tuple[EdgePlaces | None]:
-        found = edge_ids(edge_index)
-        return (None if found is None else _places(found, edge_index.plan.comm),)
+    def make() -> tuple[EdgeNumbers | None]:
+        found = edge_numbers(edge_index, False) if places else _edge_ids(edge_index)
+        return (_places(found, edge_index.plan.comm) if places and found is not None else found,)
 
-    found: tuple[EdgePlaces | None] = edge_index.remember_together("edge places", make)
+    key = "edge places" if places else "edge ids"
+    found: tuple[EdgeNumbers | None] = edge_index.remember_together(key, make)
     return found[0]
 
 
-def _edge_ids(edge_index: Any) -> EdgeIds | None:
+def _edge_ids(edge_index: Any) -> EdgeNumbers | None:
     comm, device = edge_index.plan.comm, edge_index.device
     recipe = None if edge_index.places is None else edge_index.places.recipe
     fine = torch.tensor(int(recipe is not None and recipe.known()), device=device)
@@ -193,20 +156,20 @@ def _edge_ids(edge_index: Any) -> EdgeIds | None:
         return None
     bounds = comm.all_reduce(torch.tensor(recipe.bounds(), device=device), "max", label=_AGREE)
     ids, bound = recipe.ids(iter(bounds.tolist()))
-    return EdgeIds(ids.to(device), bound)
+    return EdgeNumbers(ids.to(device), bound)
 
 
-def _places(found: EdgeIds, comm: Communicator) -> EdgePlaces | None:
+def _places(found: EdgeNumbers, comm: Communicator) -> EdgeNumbers | None:
     """Numbers the edges of all workers without gaps, in the order of their ids."""
-    ids, device = found.ids, found.ids.device
+    ids, device = found.numbers, found.numbers.device
     total = comm.all_reduce(torch.tensor(ids.numel(), device=device), label=_AGREE)
-    if int(total) == found.bound:
-        return EdgePlaces(ids, found.bound)
+    if int(total) == found.total:
+        return found
     places = torch.empty_like(ids)
     ordered, order = ids.sort()
     before = 0
-    for start in range(0, found.bound, _PIECE):
-        there = torch.zeros(min(_PIECE, found.bound - start), dtype=torch.int32, device=device)
+    for start in range(0, found.total, _PIECE):
+        there = torch.zeros(min(_PIECE, found.total - start), dtype=torch.int32, device=device)
         ends = torch.tensor([start, start + there.numel()], device=device)
         low, high = torch.searchsorted(ordered, ends).tolist()
         mine = ordered[low:high] - start
@@ -215,4 +178,4 @@ def _places(found: EdgeIds, comm: Communicator) -> EdgePlaces | None:
         places[order[low:high]] = counts[mine] + (before - 1)
         before += int(counts[-1])
     # An id that two edges have would be counted once.
-    return EdgePlaces(places, before) if before == int(total) else None
+    return EdgeNumbers(places, before) if before == int(total) else None

@@ -3,8 +3,8 @@ r"""Pairs of nodes that are no edges of the whole graph: PyG's ``negative_sampli
 [Note: the same draws] PyG numbers all pairs of nodes, draws numbers by Python's ``random``, and
 keeps those that are no edge's. Here every worker draws the same numbers, from rank 0's random
 state, and looks them up among the edges into its own nodes. One sum of these verdicts later all
-workers know which pairs are no edges, and each keeps those whose target it owns. So the pairs are
-those of one process with the same random state, whatever the partition.
+workers know which pairs are no edges. So the pairs are those of one process with the same random
+state, whatever the partition.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch_geometric.utils._negative_sampling import edge_index_to_vector, vecto
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.exchange.gather import halo_gather
-from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.space.distributed_index import DistEdgeIndex, dist_edge_index
+from pyg_sar.space.distributed_index import DistEdgeIndex
 
 _LABEL = ("", "", "negative sampling")
 _TRIES = 3  # As PyG's.
@@ -27,17 +26,14 @@ _TRIES = 3  # As PyG's.
 @torch.no_grad()
 def sampled_pairs(
     edge_index: DistEdgeIndex, num_neg_samples: int | float | None, force_undirected: bool
-) -> tuple[DistEdgeIndex, Tensor, int]:
-    """Draws pairs of nodes that are not edges of the whole graph. Collective.
+) -> Tensor:
+    """Draws pairs of nodes that are not edges of the whole graph, by global ids. Collective.
 
     See :func:`pyg_sar.nn.negative_sampling`. The graph is of one node type, and not flipped.
 
     Returns:
-        The pairs whose target this worker owns, with their own halo; where they stand in the list
-        of all workers; how many that has.
+        All pairs, ``[2, K]``, on every worker.
     """
-    plan = edge_index.plan
-    assert plan.n_id is not None
     edges: _Edges = edge_index.remember_together(
         ("pairs", force_undirected), lambda: _Edges(edge_index, force_undirected)
     )
@@ -46,11 +42,9 @@ def sampled_pairs(
     count = count // 2 if force_undirected else count
     numbers = torch.empty(0, dtype=torch.long)
     if edges.num_pairs < edges.population:
-        numbers = _draw(edges, count, plan.comm)
+        numbers = _draw(edges, count, edge_index.plan.comm)
     size = edges.num_nodes, edges.num_nodes
-    pairs = vector_to_edge_index(numbers, size, False, force_undirected).to(edge_index.device)
-    place = (edges.owner[pairs[1]].long() == plan.rank).nonzero().view(-1)
-    return _own_pairs(pairs, place, edges.owner, plan, plan.n_id), place, pairs.size(1)
+    return vector_to_edge_index(numbers, size, False, force_undirected).to(edge_index.device)
 
 
 class _Edges:
@@ -61,7 +55,6 @@ class _Edges:
         num_pairs: Its edges that have a number: none of a node with itself, and with
             ``force_undirected`` those that lead to the larger id.
         population: How many numbers there are.
-        owner: The rank of each node, ``[num_nodes]``.
     """
 
     def __init__(self, edge_index: DistEdgeIndex, force_undirected: bool) -> None:
@@ -79,14 +72,10 @@ class _Edges:
         self.num_pairs = int(comm.all_reduce(total, label=_LABEL))
         self._numbers = found.unique()
         self._comm = comm
-        narrow = torch.uint8 if plan.world_size <= 256 else torch.int32
-        self.owner = torch.zeros(self.num_nodes, dtype=narrow, device=n_id.device)
-        self.owner[n_id] = plan.rank
-        comm.all_reduce(self.owner, "max", label=_LABEL)
 
     def hold(self, numbers: Tensor) -> Tensor:
         """Returns for each number whether it is that of an edge of any worker. Collective."""
-        numbers, known = numbers.to(self.owner.device), self._numbers
+        numbers, known = numbers.to(self._numbers.device), self._numbers
         here = torch.zeros_like(numbers, dtype=torch.bool)
         if known.numel():
             place = torch.searchsorted(known, numbers).clamp_(max=known.numel() - 1)
@@ -124,38 +113,3 @@ def _shared_generator(comm: Communicator) -> random.Random:
     generator = random.Random()
     generator.setstate((version, tuple(shared.tolist()), gauss))
     return generator
-
-
-def _own_pairs(
-    pairs: Tensor, place: Tensor, owner: Tensor, plan: HaloPlan, n_id: Tensor
-) -> DistEdgeIndex:
-    """Returns the pairs whose target this worker owns, in its numbering, with a halo plan.
-
-    All workers know all pairs, global ids ``[2, K]``, and the rank of each node, so each knows who
-    needs which of its rows: nothing is sent. Those in ``place`` have a target here.
-    """
-    total = owner.numel()
-    at_source, at_target = owner[pairs[0]].long(), owner[pairs[1]].long()
-    order = n_id.argsort()
-    ascending = n_id[order]
-
-    def local(ids: Tensor) -> Tensor:
-        return order[torch.searchsorted(ascending, ids)]
-
-    def by_rank(keys: Tensor) -> list[int]:
-        counts: list[int] = torch.bincount(keys // max(total, 1), minlength=len(ranks)).tolist()
-        return counts
-
-    ranks = range(plan.world_size)
-    leaving = (at_source == plan.rank) & (at_target != plan.rank)
-    sent = (at_target * total + pairs[0])[leaving].unique()  # by (reader, id), as its halo is
-    source, target = pairs[:, place]
-    remote = at_source[place] != plan.rank
-    halo, column = (at_source[place] * total + source)[remote].unique(return_inverse=True)
-    row = torch.empty_like(source)
-    row[~remote] = local(source[~remote])
-    row[remote] = plan.num_local + column
-    of_pairs = HaloPlan(
-        plan.comm, plan.num_local, by_rank(halo), local(sent % max(total, 1)), by_rank(sent), n_id
-    )
-    return dist_edge_index(torch.stack([row, local(target)]), of_pairs).ordered(place)

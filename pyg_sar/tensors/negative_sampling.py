@@ -11,9 +11,8 @@ from torch_geometric.utils import negative_sampling as sample_in_one_process
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.negative_sampling import sampled_pairs
-from pyg_sar.tensors.edges import Edges, edge_tensor
+from pyg_sar.tensors.distributing import distributed_edges
 from pyg_sar.tensors.node_tensor import NodeTensor
-from pyg_sar.tensors.rows import Rows
 
 _METHODS = ("sparse", "dense")
 
@@ -43,8 +42,9 @@ def negative_sampling(
         score = (z[pairs[0]] * z[pairs[1]]).sum(-1)
 
     Every worker draws all pairs: it holds about 110 bytes per pair while it does so (Python's
-    numbers), and keeps 8 bytes per own edge, and 1 per node of the graph (4 with more than 256
-    workers), with ``edge_index``. Per try, 1 byte per pair is summed over the workers.
+    numbers), and keeps 8 bytes per own edge with ``edge_index``, and a table of all nodes, 16 bytes
+    each, that serves all edges which are computed. Per try, 1 byte per pair is summed over the
+    workers.
 
     Args:
         edge_index: ``data.edge_index`` of :func:`pyg_sar.load_partition`, of one node type, or
@@ -82,9 +82,8 @@ def negative_sampling(
         )
     nodes = edges.targets
     _agree(comm, nodes.total, num_nodes, num_neg_samples, method, force_undirected)
-    own, place, count = sampled_pairs(edges.index, num_neg_samples, force_undirected)
-    rows = Rows(comm, count, place.numel(), place)
-    return edge_tensor(Edges(own, nodes, nodes), rows)
+    pairs = sampled_pairs(edges.index, num_neg_samples, force_undirected)
+    return distributed_edges(pairs, nodes, nodes)
 
 
 def _agree(

@@ -53,7 +53,7 @@ from pyg_sar.engine.reducers import present
 from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, nearest_costs
-from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
+from pyg_sar.exchange.rows import UnitRows, add_distinct_rows
 from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_ops import (
     attention_,
@@ -96,7 +96,7 @@ class SoftmaxAttention(Kernel):
     """
 
     sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
-    use = Use.IN_PLACE  # how fetched rows are read
+    in_place = True  # fetched rows are read where they lie
     reads_output = True
 
     def __init__(
@@ -234,8 +234,7 @@ class AttentionForward(Pass):
     def __init__(self, kernel: SoftmaxAttention, given: Any, record: bool) -> None:
         self._kernel, self._given = kernel, given
         self._keep = record and kernel.mode > 1
-        self.use = Use.KEEPS if kernel.mode > 1 else kernel.use
-        self.use_slots = Use.KEEPS if self._keep else Use.PASSES
+        self.in_place = kernel.in_place and kernel.mode == 1
         tensors = given.tensors()
         self.sources = [tensors[name] for name in kernel.source_names]
         if kernel.schedule.forward[0].there:
@@ -283,7 +282,7 @@ class AttentionBackward(Pass):
         kept: dict[tuple[bool, int], UnitRows],
     ) -> None:
         self._kernel, self._given, self._cotangent, self._kept = kernel, given, cotangent, kept
-        self.use = kernel.use
+        self.in_place = kernel.in_place
         self._wanted = wanted
         self._sources = [name for name in kernel.source_names if name in wanted]
         if kernel.mode == 1:
@@ -298,8 +297,7 @@ class AttentionBackward(Pass):
             asked = given.query is not None and kernel.mode == 1
             self.slots = [*known, given.query] if asked else list(known)
             # Edges that are gone through by source alone find slots by an index.
-            in_place = given.score.by_source and kernel.mode == 1
-            self.use_slots = Use.IN_PLACE if in_place else Use.PASSES
+            self.slots_in_place = given.score.by_source and kernel.mode == 1
         else:
             _ = self.answers  # Rows come here: sums for them are needed at once.
 

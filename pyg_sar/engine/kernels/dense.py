@@ -50,8 +50,7 @@ class AllRows(HaloPlan):
         super().__init__(comm, own, halo, none, [0] * comm.world_size)
         every = torch.arange(own, device=device)
         sends = [none if q == rank else every for q in range(comm.world_size)]
-        object.__setattr__(self, "send_counts", [rows.numel() for rows in sends])
-        object.__setattr__(self, "_sends", sends)
+        self.send_counts, self._sends = [rows.numel() for rows in sends], sends
         if comm.sharing is not None:
             self.agreed.published = Published(
                 rows=None,

@@ -31,7 +31,7 @@ from pyg_sar.engine.reducers import Reducer, make_reducer, present
 from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.exchange.rows import UnitRows, Use, add_rows
+from pyg_sar.exchange.rows import UnitRows, add_rows
 from pyg_sar.exchange.wire import wire_of
 from pyg_sar.message.decompose import Decomposition, alike
 from pyg_sar.message.dependence import Dependence, Inject, token_for
@@ -264,7 +264,6 @@ class MessagesForward(Pass):
         self._reducers = kernel.reducers()
         self.sources = [tensors[k] for k in kernel.program.numbers("source")]
         self._keep = record and kernel.keeps_graphs and not kernel.no_graph
-        self.use = Use.KEEPS if self._keep else Use.PASSES
         self._parameters: dict[str, Tensor] = {}
         self._seen = False
 
@@ -282,7 +281,7 @@ class MessagesForward(Pass):
             yield
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
-        kernel, read = self._kernel, rows.alone().tensors
+        kernel, read = self._kernel, rows.tensors
         for tile in block.tiles(kernel.max_edges):
             self._seen = True
             values = kernel.program.gather(tile, self._tensors, read)
@@ -352,7 +351,6 @@ class MessagesBackward(Pass):
     """Adds up the gradients of operands and parameters, tile by tile."""
 
     phase = "backward"
-    use = Use.KEEPS
     kinds = ("refetch", "gradient", "query", "gradient")
 
     def __init__(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyg_sar.engine.kernels.attention import SoftmaxAttention
 from pyg_sar.engine.schedule import by_shards
-from pyg_sar.exchange.rows import UnitRows, Use
+from pyg_sar.exchange.rows import UnitRows
 from pyg_sar.kernels.attention_ops import attention_, attention_backward_sources_
 from pyg_sar.kernels.attention_terms import (
     Attention,
@@ -79,7 +79,7 @@ class RelationalAttention(SoftmaxAttention):
     """
 
     sources = ("x",)
-    use = Use.PASSES
+    in_place = False
 
     def __init__(
         self,

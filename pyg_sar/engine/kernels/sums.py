@@ -25,7 +25,7 @@ from pyg_sar.engine.derivatives import Derivatives
 from pyg_sar.engine.reducers import check_found_again
 from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule
-from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
+from pyg_sar.exchange.rows import UnitRows, add_distinct_rows
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.kernels.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -180,7 +180,7 @@ class SumsCall:
 class SumsForward(Pass):
     """Adds source rows up, where they are read in place."""
 
-    use = Use.IN_PLACE
+    in_place = True
     kinds = ("fetch", "state", "query", "fetch")
 
     def __init__(self, kernel: Sums, tensors: Sequence[Tensor]) -> None:
@@ -246,7 +246,7 @@ class SumsBackward(Pass):
     """Adds gradients up by source."""
 
     phase = "backward"
-    use_slots = Use.IN_PLACE
+    slots_in_place = True
     own_last = True
     kinds = ("refetch", "gradient", "gradient", "gradient")
 
