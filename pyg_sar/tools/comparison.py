@@ -250,18 +250,6 @@ class StandIn(nn.Module):
         return self.results[(self.calls - 1) % len(self.results)]
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces the submodule ``name``."""
-    parent, _, last = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    if isinstance(owner, nn.ModuleList | nn.Sequential):
-        owner[int(last)] = module
-    elif isinstance(owner, nn.ModuleDict):
-        owner[last] = module
-    else:
-        setattr(owner, last, module)
-
-
 def without_dropout(model: nn.Module) -> nn.Module:
     """Sets the probabilities of dropout that modules hold to 0. Changes ``model``."""
     for module in model.modules():

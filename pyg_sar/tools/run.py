@@ -461,7 +461,6 @@ def _model_of(config: RunConfig) -> dict[str, Any]:
 def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
     saved = inspect_checkpoint(path, trainer.comm).state.get("extra", {}).get("model")
     now = _model_of(config)
-    saved = None if saved is None else {"args": now["args"], **saved}  # Older files don't say.
     if saved is not None and saved != now and not config.allow_changes:
         changes = [
             f"{k}={saved.get(k)!r} is now {v!r}" for k, v in now.items() if saved.get(k) != v

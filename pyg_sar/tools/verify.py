@@ -45,7 +45,6 @@ from pyg_sar.tools.comparison import (
     compare,
     floats,
     in_full,
-    put,
     watched,
     without_dropout,
 )
@@ -313,6 +312,7 @@ def _run(task: _Task, report: VerifyReport, timeout: float, hosting: Hosting) ->
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", OneShotWarning)
         refused.update(_innermost(host_parts(_refusals, (task,), hosting, outer)[0]))
+        report.failure = refused.get("", "")
         while report.failure == "":
             try:
                 workers = host_parts(_worker, (task,), hosting, outer)
@@ -328,8 +328,6 @@ def _run(task: _Task, report: VerifyReport, timeout: float, hosting: Hosting) ->
     report.warnings = list(dict.fromkeys(str(warning.message) for warning in caught))
     kinds = {name: type(module).__name__ for name, module in task.model.named_modules()}
     report.refused = {f"{name or 'model'} ({kinds[name]})": why for name, why in refused.items()}
-    if "" in refused:
-        report.failure = refused[""]
     if report.failure == "":
         compare(task.model, task.expected, workers, report)
 
@@ -369,7 +367,7 @@ def _worker(task: _Task) -> ModelPass:
     joined: Edges = edges.edges if isinstance(edges, NodeTensor) else edges.places.edges
     model = copy.deepcopy(task.model)
     for name in task.refused:
-        put(model, name, StandIn(task.expected.results[name]))
+        model.set_submodule(name, StandIn(task.expected.results[name]))
     model = distribute(model, task.policy)
     recorder = Recorder(model)
     try:

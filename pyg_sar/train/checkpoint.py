@@ -170,8 +170,7 @@ def load_checkpoint(
     if optimizer is not None:
         _load_optimizer(content, optimizer)
     if restore:
-        replicas = content.header.get("replicas", 1)
-        _set_random_states(comm, content.group("random"), replicas)
+        _set_random_states(comm, content.group("random"), content.header["replicas"])
     comm.barrier()
     return _described(content)
 
@@ -198,7 +197,7 @@ def _described(content: _Content) -> Checkpoint:
         state=content.header["state"],
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
-        replicas=content.header.get("replicas", 1),
+        replicas=content.header["replicas"],
         has_best=content.has_best,
     )
 
@@ -251,14 +250,13 @@ def _set_random_states(comm: Communicator, states: dict[str, Tensor], replicas: 
     torch.set_rng_state(mine["cpu"])
     if comm.device.type == "cuda" and "cuda" in mine:
         torch.cuda.set_rng_state(mine["cuda"], comm.device)
-    if "others" in mine:  # Older files haven't got them.
-        set_other_states(mine["others"])
+    set_other_states(mine["others"])
 
 
 def _check_random_states(content: _Content, comm: Communicator) -> None:
     """Raises where another number of ranks, or replicas, had a random state each."""
-    written_by, world_size = content.header["world_size"], comm.world_size
-    replicas = content.header.get("replicas", 1)
+    written_by, replicas = content.header["world_size"], content.header["replicas"]
+    world_size = comm.world_size
     # Not the others: processes that seed nothing differ in these, and most draw nothing by them.
     found = {kind: s for kind, s in content.group("random").items() if kind != "others"}
     states = [s.view(replicas, -1, s.size(1)) for s in found.values()]
@@ -383,7 +381,7 @@ def _read(path: Path) -> _Content:
 
 def _check_header(header: Mapping[str, Any]) -> None:
     """Raises where a field is of another type: a checksum does not tell who wrote a file."""
-    fields = {"replicas": 1, **header}  # Older files don't say how many replicas wrote them.
+    fields = dict(header)
     kinds: dict[str, Any] = {"state": dict, "world_size": int, "replicas": int}
     if "optimizer" in header:
         kinds["optimizer"] = dict

@@ -79,7 +79,7 @@ def check_same_run(
     other settings, and other weights than those of the last epoch.
     """
     state = saved.state
-    if "counts" not in state or "config" not in state:
+    if not {"counts", "config", "start", "graph", "evaluated"} <= state.keys():
         raise CheckpointError(f"{name!r} was not saved by a Trainer")
     if state.get("restored") and state["epoch"] < now["epochs"] and not allow_changes:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def check_same_run(
         for key, value in now.items()
         if key not in free and before.get(key) != value
     ]
-    if not changes and "start" in state:  # Not in older files.
+    if not changes:
         changes = list(_other_start(state["start"], start))
     changes += _one_more(state, now)
     if changes and not allow_changes:
@@ -149,7 +149,7 @@ def check_same_graph(
         allow_changes: Go on with another number of parts where nothing tells the graphs apart, or
             with other graphs that are only evaluated.
     """
-    before, old, size = saved.state.get("graph"), saved.state["counts"], len(counts)
+    before, old, size = saved.state["graph"], saved.state["counts"], len(counts)
     same_size = saved.world_size == size
     if graph is not None and before is not None:
         other = [text for key, text in DIFFERENCES.items() if graph[key] != before[key]]
@@ -162,7 +162,7 @@ def check_same_graph(
             f"{name!r} belongs to another graph or other splits: its workers held "
             f"{_shares(old)}, these hold {_shares(counts)}; other {', '.join(other)}"
         )
-    before_evaluated = saved.state.get("evaluated")  # Not in older files.
+    before_evaluated = saved.state["evaluated"]
     if evaluated is not None and before_evaluated is not None and not allow_changes:
         other = [t for key, t in DIFFERENCES.items() if evaluated[key] != before_evaluated[key]]
         if other:
@@ -208,16 +208,8 @@ def resume_schedulers(
     keys = [*_OF_SCHEDULE, *(["epochs"] if now["schedule"] == "cosine" else [])]
     before = state["config"]
     goes_on = all(before.get(key) == now[key] for key in keys)
-    if "start" in state:
-        old_start = state["start"]
-        goes_on &= [*_arguments(old_start["schedulers"])] == [*_arguments(start["schedulers"])]
-    else:  # An older file: schedules may have written momenta besides learning rates.
-        momenta = [
-            {key: first[key] for key in ("momentum", "betas") if key in first}
-            for first in start["options"]
-        ]
-        pairs = zip(momenta, state["initial_lrs"], strict=True)
-        old_start = {"options": [held | {"lr": lr} for held, lr in pairs]}
+    old_start = state["start"]
+    goes_on &= [*_arguments(old_start["schedulers"])] == [*_arguments(start["schedulers"])]
     groups = zip(
         optimizer.param_groups, options, start["options"], old_start["options"], strict=True
     )
