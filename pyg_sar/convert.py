@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.files import check_type
 from pyg_sar.message.row_modules import has_foreign_module
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
@@ -150,13 +151,9 @@ def distribute(
 
 def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:
     """Returns the policies of single layers; raises ``TypeError`` where something is no policy."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected 'model' to be a torch.nn.Module (got {type(model).__name__})")
-    if not isinstance(layer_policies or {}, Mapping):
-        raise TypeError(
-            "Expected 'layer_policies' to be a dict of layers' names and policies (got "
-            f"{type(layer_policies).__name__})"
-        )
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    names = "a dict of layers' names and policies"
+    check_type("layer_policies", layer_policies or {}, Mapping, names)
     policies = dict(layer_policies or {})
     given = {"policy": policy} | {f"layer_policies[{name!r}]": p for name, p in policies.items()}
     for name, value in given.items():

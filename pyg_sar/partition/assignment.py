@@ -15,7 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
 
-from pyg_sar.files import TemporaryFolder
+from pyg_sar.files import TemporaryFolder, check_type
 from pyg_sar.partition.attributes import check_compressed
 from pyg_sar.partition.balance import (
     METIS_EDGE,
@@ -319,11 +319,7 @@ def check_graph(data: Data, whole: bool = True) -> tuple[Tensor, int]:
 
     ``whole``: edges as int64; else as they are, without a copy.
     """
-    if isinstance(data, HeteroData) or not isinstance(data, Data):
-        raise TypeError(
-            "Expected 'data' to be a torch_geometric.data.Data or HeteroData "
-            f"(got {type(data).__name__})"
-        )
+    check_type("data", data, Data, "a torch_geometric.data.Data or HeteroData")
     x = data.get("x")
     # PyG infers the number of nodes from dense features only.
     known = isinstance(x, SparseTensor) and "num_nodes" not in data

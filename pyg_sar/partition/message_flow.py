@@ -133,8 +133,7 @@ def distributed_edges(data: Data) -> Edges:
         )
     if edges.index.dist_row != 0:
         raise ValueError("Expected 'data.edge_index' to go from sources to targets (it is flipped)")
-    found: Edges = edges
-    return found
+    return edges
 
 
 def _kind(index: Any) -> str:

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         return _explain(error, "--debug" in argv)
     try:
-        code: int = arguments.run(arguments)
+        code = arguments.run(arguments)
     except KeyboardInterrupt as interrupt:
         code = EXIT_INTERRUPT
         if _rank() == 0:

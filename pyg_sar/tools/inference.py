@@ -194,10 +194,8 @@ def _check_out(path: Path) -> None:
 def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> Tensor:
     """Makes the default call of :func:`infer`."""
     if isinstance(data, HeteroData):
-        typed: Tensor = model(data.x_dict, data.edge_index_dict)[node_type]
-        return typed
-    out: Tensor = model(data.x, data.get("edge_index", data.get("adj_t")))
-    return out
+        return model(data.x_dict, data.edge_index_dict)[node_type]
+    return model(data.x, data.get("edge_index", data.get("adj_t")))
 
 
 @contextmanager
@@ -364,8 +362,7 @@ class _WithLoops(LGConv):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         edges, weight = add_remaining_self_loops(edge_index, edge_weight, 1.0, x.size(0))
-        out: Tensor = super().forward(x, edges, weight)
-        return out
+        return super().forward(x, edges, weight)
 
 
 @torch.no_grad()

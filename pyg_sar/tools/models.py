@@ -113,8 +113,7 @@ class StockModel:
                 _freeze_last_bias(conv)
             for conv in model.convs if self.name == "GIN" else ():
                 _set_to_zero(conv.nn.lins[0].bias)  # Before a norm of its own.
-        built: nn.Module = model
-        return built
+        return model
 
 
 def _freeze_last_bias(conv: nn.Module) -> None:

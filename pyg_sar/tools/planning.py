@@ -379,5 +379,4 @@ def _build(config: ModelConfig, data: Data) -> nn.Module:
 
 def _call_stock(name: str, model: nn.Module, data: Data) -> Tensor:
     """Calls a stock model as ``pyg-sar train`` does."""
-    out: Tensor = call_of(name, data)(model, data)
-    return out
+    return call_of(name, data)(model, data)

@@ -198,12 +198,6 @@ class LiveBytes(TorchDispatchMode):
         self.log: list[tuple[int, int]] = []
         self._live: dict[int, tuple[Any, int]] = {}
 
-    def known(self, *tensors: Tensor) -> LiveBytes:
-        """Leaves the memory of these out."""
-        for tensor in tensors:
-            self._follow(tensor, counted=False)
-        return self
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if node_tensors(args, kwargs):
             return NotImplemented  # What its rule calls with this worker's rows comes here next.

@@ -355,10 +355,8 @@ def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
     def metric(pred: Tensor, y: Tensor) -> Tensor:
         # Probabilities: torchmetrics would guess by the values whether these are logits.
         pred = pred.double()
-        found: Tensor = measure(
-            pred.softmax(1) if task == "multiclass" else pred.sigmoid(), y.long(), **options
-        )
-        return found
+        probabilities = pred.softmax(1) if task == "multiclass" else pred.sigmoid()
+        return measure(probabilities, y.long(), **options)
 
     return {name: metric}
 

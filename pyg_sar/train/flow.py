@@ -36,8 +36,7 @@ def call_model(model: nn.Module, data: Data) -> Tensor:
 
     PyG's own models trim a message flow graph from layer to layer.
     """
-    out: Tensor = model(data.x, data.edge_index, **trimming(model, data))
-    return out
+    return model(data.x, data.edge_index, **trimming(model, data))
 
 
 def trimming(model: nn.Module, data: Data) -> dict[str, Any]:

@@ -516,7 +516,5 @@ class Trainer:
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = kinds[config.optimizer](
-        model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-    )
-    return optimizer
+    kind: Any = kinds[config.optimizer]
+    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
