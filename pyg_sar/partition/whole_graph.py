@@ -167,7 +167,7 @@ class _SplitStore:
         store, rows, ids = self._store, PartTensors(), {}
         for level, split in self._levels.items():
             rows |= make_tensors(level, split(p))
-            ids[level] = rows["n_id" if level == "node" else "e_id"]
+            ids[level] = rows["n_id"] if level == "node" else rows["e_id"]
         rows |= attribute_tensors(store.columns, ids, self._runs.part(p, ids))
         for k, listed in enumerate(self._lists):
             rows |= {f"list.{k}:{name}": tensor for name, tensor in listed(p).items()}
@@ -198,9 +198,12 @@ def prepare(
     else:
         stores = [_store_of_data(data, node_ids, levels, whole=scratch is None)]
     row_bytes = _row_bytes(stores, "node"), _row_bytes(stores, "edge")
-    if scratch is not None:
-        nodes, edges = _total(stores, "node"), _total(stores, "edge")
-        scratch.check_even(num_parts, nodes, edges, row_bytes)
+    if scratch is not None:  # Nothing need be assigned where not even equal parts would fit.
+        nodes, edges = (
+            [total // num_parts + (p < total % num_parts) for p in range(num_parts)]
+            for total in (_total(stores, "node"), _total(stores, "edge"))
+        )
+        scratch.check(nodes, edges, row_bytes)
     masks = _train_masks(stores)
     marked = _marked(masks, method) if balance_training else None
     parts = _assign(stores, num_parts, method, seed, report, scratch, marked)
@@ -330,10 +333,8 @@ def _train_masks(stores: Sequence[WholeStore]) -> dict[str, Tensor]:
     masks = {}
     for store in stores:
         column = store.columns.get("train_mask")
-        if column is not None and (column.attribute.dtype, column.attribute.level) == (
-            "bool",
-            "node",
-        ):
+        kind = None if column is None else (column.attribute.dtype, column.attribute.level)
+        if column is not None and kind == ("bool", "node"):
             masks[store.info.ends[0]] = column.tensors[""]
     return masks
 
