@@ -48,6 +48,7 @@ from pyg_sar.tools.comparison import (
     watched,
     without_dropout,
 )
+from pyg_sar.tools.inference import is_distributed
 from pyg_sar.tools.models import Call, call_with, default_dtype
 from pyg_sar.train.hosted import HostedRun, backward_case
 from pyg_sar.train.targets import not_finite
@@ -175,7 +176,7 @@ def _check_arguments(
     check_type("data", data, Data, "a Data, the graph; HeteroData can't be verified")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("call", call or print, Callable, "a function of model and data, or None")
-    if any(isinstance(value, NodeTensor) for _, value in data):
+    if is_distributed(data):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     fits = isinstance(tolerance, int | float) and tolerance >= 0
     check_argument(fits, "tolerance", tolerance, "a number of at least 0")

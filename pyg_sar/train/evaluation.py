@@ -98,9 +98,9 @@ def over_replicas(rows: Tensor, comm: Communicator) -> Tensor:
     """
     if comm.across is None:
         return rows
-    own = torch.cat(every_rows(_here(rows), comm.across))
     if not isinstance(rows, NodeTensor):
-        return own
+        return torch.cat(every_rows(rows, comm.across))
+    own = torch.cat(every_rows(rows.to_local(), comm.across))
     return wrap(own, rows.rows.of_replicas(comm.across), 0)
 
 
@@ -235,11 +235,6 @@ class Evaluation:
                         "and metrics are called on every worker, with tensors of the whole graph; "
                         "nothing in them may depend on the rank (pred.to_local(), say)"
                     )
-
-
-def _here(values: Tensor) -> Tensor:
-    """Returns this worker's rows."""
-    return values.to_local() if isinstance(values, NodeTensor) else values
 
 
 def _graphs(
