@@ -158,9 +158,10 @@ def check_same_graph(
     unknown = None in (graph["edge_digest"], before["edge_digest"])
     if unknown and graph["owners"] != before["owners"] and not allow_changes:
         raise CheckpointError(
-            f"{name!r} is of {parts}, this run has {len(graph['owners'])}, and it can't be shown "
-            "that they are of the same graph: 'data' must have an 'edge_index' when saving and "
-            f"now. Start workers that host {parts}, or pass allow_changes=True (--allow-changes)"
+            f"{name!r} is of {parts}, this run has {len(graph['owners'])} others, and it can't be "
+            "shown that they are of the same graph: 'data' must have an 'edge_index' when saving "
+            f"and now. Start workers that host {parts}, the same ones, or pass allow_changes=True "
+            "(--allow-changes)"
         )
 
 
