@@ -22,42 +22,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pyg_sar import errors as errors
     from pyg_sar import functional as functional
-    from pyg_sar.comm.group import init
-    from pyg_sar.comm.launch import launch, run
-    from pyg_sar.convert import distribute
-    from pyg_sar.ledger import Ledger
-    from pyg_sar.nn import DistMessagePassing
-    from pyg_sar.partition.loading import load_partition
-    from pyg_sar.partition.scatter import scatter
-    from pyg_sar.partition.storage import write_partitions
-    from pyg_sar.policy import SARPolicy
-    from pyg_sar.tensors import from_local
-    from pyg_sar.tensors.neighbors import edges
-    from pyg_sar.tools.inference import infer
-    from pyg_sar.tools.planning import plan
-    from pyg_sar.tools.verify import verify
-    from pyg_sar.train.trainer import Trainer
+    from pyg_sar.comm.group import init as init
+    from pyg_sar.comm.launch import launch as launch
+    from pyg_sar.comm.launch import run as run
+    from pyg_sar.convert import distribute as distribute
+    from pyg_sar.ledger import Ledger as Ledger
+    from pyg_sar.nn import DistMessagePassing as DistMessagePassing
+    from pyg_sar.partition.loading import load_partition as load_partition
+    from pyg_sar.partition.scatter import scatter as scatter
+    from pyg_sar.partition.storage import write_partitions as write_partitions
+    from pyg_sar.policy import SARPolicy as SARPolicy
+    from pyg_sar.tensors import from_local as from_local
+    from pyg_sar.tensors.neighbors import edges as edges
+    from pyg_sar.tools.inference import infer as infer
+    from pyg_sar.tools.planning import plan as plan
+    from pyg_sar.tools.verify import verify as verify
+    from pyg_sar.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "DistMessagePassing",
-    "Ledger",
-    "SARPolicy",
-    "Trainer",
-    "distribute",
-    "edges",
-    "from_local",
-    "infer",
-    "init",
-    "launch",
-    "load_partition",
-    "plan",
-    "run",
-    "scatter",
-    "verify",
-    "write_partitions",
-]
 
 # The module of each name. PyTorch is imported when a name is used for the first time, so that
 # `pyg-sar --help` answers at once.
@@ -79,6 +61,7 @@ _MODULES = {
     "verify": "tools.verify",
     "write_partitions": "partition.storage",
 }
+__all__ = [*_MODULES]
 _SUBPACKAGES = (
     *("comm", "errors", "functional", "nn", "partition", "reduction", "space", "tools", "train"),
 )

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.files import check_type
 from pyg_sar.message.row_modules import has_foreign_module
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
@@ -131,7 +132,8 @@ def distribute(
             if not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
         elif type(module) in NORMS:
-            if not _as_it_is(module, comm):
+            # One process has all rows; ``SyncBatchNorm`` alone is for GPUs.
+            if comm.world_size > 1 or isinstance(module, torch.nn.SyncBatchNorm):
                 plain: Any = type(module)
                 module.__class__ = named_as(NORMS[plain], plain)
             if not isinstance(module, torch.nn.InstanceNorm1d):
@@ -150,13 +152,9 @@ def distribute(
 
 def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:
     """Returns the policies of single layers; raises ``TypeError`` where something is no policy."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"Expected 'model' to be a torch.nn.Module (got {type(model).__name__})")
-    if not isinstance(layer_policies or {}, Mapping):
-        raise TypeError(
-            "Expected 'layer_policies' to be a dict of layers' names and policies (got "
-            f"{type(layer_policies).__name__})"
-        )
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    names = "a dict of layers' names and policies"
+    check_type("layer_policies", layer_policies or {}, Mapping, names)
     policies = dict(layer_policies or {})
     given = {"policy": policy} | {f"layer_policies[{name!r}]": p for name, p in policies.items()}
     for name, value in given.items():
@@ -205,11 +203,6 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     shared.join(name or kind.__name__, module)
 
 
-def _as_it_is(norm: torch.nn.Module, comm: Communicator) -> bool:
-    """Tells whether a norm needs no other workers; ``SyncBatchNorm`` alone is for GPUs."""
-    return comm.world_size == 1 and not isinstance(norm, torch.nn.SyncBatchNorm)
-
-
 def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
@@ -226,7 +219,7 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
                 "pyg_sar.nn.initialize(model, data.x, data.edge_index) with the model's arguments "
                 "before distribute(), or give its layer's in_channels instead of -1"
             )
-    if comm.across is not None:
+    if comm.across is not None or comm.world_size > 1:
         refuse_wrapped(model)
         for name, module in modules.items():
             _check_process_group(name, module)
@@ -235,7 +228,6 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
             refuse_entry(module, comm.rank)
     if comm.world_size == 1:
         return
-    refuse_wrapped(model)
     layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
     within = {module for layer in layers for module in layer.modules()}
     for name, module in modules.items():
@@ -254,7 +246,6 @@ def _check_process_group(name: str, module: torch.nn.Module) -> None:
 
 def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
     """Refuses norms within layers whose statistics would be over each worker's own rows only."""
-    _check_process_group(name, module)
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
     known = type(module) in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
     if not within or not isinstance(module, OVER_ROWS) or known or per_node:

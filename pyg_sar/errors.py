@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class WorkerError(PygSarError):
         self.traceback = traceback
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.rank, self.traceback)
+        return partial(type(self), rank=self.rank, traceback=self.traceback), (str(self),)
 
 
 class LostWorkerError(WorkerError):
@@ -83,10 +84,6 @@ class DistributedIndexError(PygSarError):
 
 class OneShotWarning(UserWarning):
     """A layer fetches its whole halo at once because its messages can't be computed in parts."""
-
-
-def _rebuild(kind: type[WorkerError], message: str, rank: int, traceback: str) -> WorkerError:
-    return kind(message, rank=rank, traceback=traceback)
 
 
 def refuse_second_derivative(what: str, remedy: str) -> None:

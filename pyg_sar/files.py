@@ -16,7 +16,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -153,21 +153,8 @@ def save_tensors(
 ALIGNMENT = 64
 """Bytes that divide the address of a tensor in PyTorch's own memory."""
 _FILLER = "filler."
-_CODES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+_CODES = {"bool": "BOOL", "uint": "U", "int": "I", "float": "F", "bfloat": "BF"}
+"""How the format calls kinds of numbers, whose bits follow: ``I64``."""
 
 
 def save_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -190,9 +177,14 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
         for key, piece in filled.items():
             if piece is filler and not filler.numel():
                 continue
-            code, shape = _CODES[piece.dtype], list(piece.shape)
+            kind = str(piece.dtype).removeprefix("torch.").rstrip("0123456789")
+            bits = "" if kind == "bool" else 8 * piece.itemsize
             places = [end, end + piece.nbytes]
-            header[key] = {"dtype": code, "shape": shape, "data_offsets": places}
+            header[key] = {
+                "dtype": f"{_CODES[kind]}{bits}",
+                "shape": list(piece.shape),
+                "data_offsets": places,
+            }
             pieces.append(piece)
             end = places[1]
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -352,23 +344,21 @@ def lock_folder(path: Path) -> tuple[int, bool] | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise OSError(errno.EPERM, "another user's folder", os.fspath(path))
-        locked: bool | None = True
+        locked = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            locked = None
+            return None
         except OSError:
             locked = False
-        if locked is not None and _is_at(path, descriptor):
-            descriptor, found = -1, descriptor
-            return found, locked
-        return None
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        if not _is_at(path, descriptor):
+            return None
+        stack.pop_all()
+    return descriptor, locked
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

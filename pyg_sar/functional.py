@@ -241,34 +241,7 @@ def attention(
     wide_att = None if att is None else att.to(wide)
     wide_attr = None if edge_attr is None else edge_attr.to(wide)
     wide_weight = None if edge_weight is None else edge_weight.to(wide)
-    fits = ops.takes(value) and value.size(0) < 2147483648 and count < 2147483648
-    kernel = use_kernel(native, fits)
-    if ops.built and kernel:
-        words = None if drop_key is None else drop_key.to(torch.int32)
-        given = (
-            number,
-            rows,
-            wide_key,
-            wide_query,
-            wide_att,
-            wide_attr,
-            wide_weight,
-            slope,
-            scale,
-            source,
-            offsets,
-            None,
-            edges,
-            words,
-            low,
-            high,
-            p,
-            count,
-        )
-        if torch.jit.is_scripting():
-            return torch.ops.pyg_sar.attention(*given)[0].to(value.dtype)
-        return ops.run(torch.ops.pyg_sar.attention, *given)[0].to(value.dtype)
-    out = fallback.attention(
+    given = (
         number,
         rows,
         wide_key,
@@ -280,10 +253,14 @@ def attention(
         scale,
         source,
         offsets,
-        edges,
-        drop_key,
-        low,
-        high,
-        p,
     )
+    fits = ops.takes(value) and value.size(0) < 2147483648 and count < 2147483648
+    kernel = use_kernel(native, fits)
+    if ops.built and kernel:
+        words = None if drop_key is None else drop_key.to(torch.int32)
+        more = (None, edges, words, low, high, p, count)
+        if torch.jit.is_scripting():
+            return torch.ops.pyg_sar.attention(*given, *more)[0].to(value.dtype)
+        return ops.run(torch.ops.pyg_sar.attention, *given, *more)[0].to(value.dtype)
+    out = fallback.attention(*given, edges, drop_key, low, high, p)
     return out.to(value.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -191,26 +191,23 @@ class Ledger(Shown):
 
     def by_layer(self) -> dict[str, dict[str, int]]:
         """Returns bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
-        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for ((layer, phase, kind), _, _), number in counts.items():
-                table[layer][f"{phase} {kind} {way}".strip()] += number
-        return {layer: dict(row) for layer, row in table.items()}
+        return self._by(lambda entry: (entry[0][0], " ".join(entry[0][1:])))
 
     def by_peer(self) -> dict[int, dict[str, int]]:
         """Returns bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
-        return self._by(1)
+        return self._by(lambda entry: (entry[1], ""))
 
     def by_transport(self) -> dict[str, dict[str, int]]:
         """Returns bytes per transport (a backend's, or ``'shared memory'``), as :meth:`by_peer`."""
-        return self._by(2)
+        return self._by(lambda entry: (entry[2], ""))
 
-    def _by(self, place: int) -> dict[Any, dict[str, int]]:
-        """Returns bytes by one of the parts of what they are counted under."""
+    def _by(self, place: Callable[[Entry], tuple[Any, str]]) -> dict[Any, dict[str, int]]:
+        """Returns bytes by what they are counted under: its row, and words before the way."""
         table: defaultdict[Any, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for key, number in counts.items():
-                table[key[place]][way] += number
+            for entry, number in counts.items():
+                row, words = place(entry)
+                table[row][f"{words} {way}".strip()] += number
         return {name: dict(row) for name, row in table.items()}
 
     def summary(self) -> dict[str, Any]:

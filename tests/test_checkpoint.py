@@ -283,9 +283,7 @@ def test_another_model_optimizer_or_settings_are_refused(tmp_path):
     trainer.resume(path, allow_changes=True)
     assert trainer.optimizer.param_groups[0]["lr"] == 0.1  # On the ramp to 0.2.
     data.train_mask[:9] = False
-    with pytest.raises(
-        CheckpointError, match=r"another graph or other splits: .* other labels or splits"
-    ):
+    with pytest.raises(CheckpointError, match="another graph or other splits: other labels or s"):
         Trainer(make_model(), data, CONFIG).resume(path)
     save_checkpoint(path, model, sgd)
     with pytest.raises(CheckpointError, match="not saved by a Trainer"):

@@ -312,7 +312,9 @@ def test_metrics_that_do_not_fit(tmp_path, capsys, monkeypatch):
         train = ["train", "--parts", str(tmp_path / kind), "--quiet", "--epochs", "1"]
         return usage_error(capsys, *train, *options)
 
-    assert "holds numbers (torch.float64), no classes" in error("numbers", "--model", "gcn")
+    numbers = error("numbers", "--model", "gcn")
+    assert "'data.y' to hold one integer class per node" in numbers and "torch.float64" in numbers
+    assert "(--loss bce; of numbers mse or mae)" in numbers
     assert "--metric r2 does not go with --loss cross_entropy: give --loss mse or mae" in error(
         "classes", "--metric", "r2"
     )
@@ -474,13 +476,8 @@ def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
         ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
         ("y", {"y": ["a", "b", "c"]}, "train", "'y' (list, a row per node) can't be a tensor"),
         ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
-        (
-            "bool",
-            {"y": torch.ones(3).bool()},
-            "train",
-            "y (torch.bool of shape [3]) holds no class",
-        ),
-        ("wide", {"y": torch.ones(3, 2).long()}, "train", "give --loss bce"),
+        ("bool", {"y": torch.ones(3).bool()}, "train", "[num_nodes, 1] (got torch.bool [3])"),
+        ("wide", {"y": torch.ones(3, 2).long()}, "train", "(--loss bce; of numbers mse or mae)"),
         ("complex", {"x": torch.ones(3, 2) * 1j}, "train", "x holds complex numbers (torch.comp"),
         ("complex", {"x": torch.ones(3, 2) * 1j}, "verify", "x holds complex numbers (torch.comp"),
         ("none", {"x": None}, "plan", "The graph has no node features"),

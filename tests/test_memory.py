@@ -33,11 +33,10 @@ def graph(width: int) -> tuple[Tensor, Tensor]:
     return torch.randn(NODES, width, generator=draw), edges
 
 
-def peak_of(run: Callable[[], object], *known: Tensor) -> int:
+def peak_of(run: Callable[[], object]) -> int:
     """The peak of the second pass: the first one makes what is kept with the edges."""
     run()
     with LiveBytes() as live:
-        live.known(*known)
         run()
     return live.peak
 
@@ -66,7 +65,7 @@ def test_attention_holds_no_products_of_all_rows() -> None:
     x, edges = graph(16)
     layer = pyg_sar.distribute(GATConv(16, CHANNELS, heads=HEADS, add_self_loops=False))
     gradient = torch.randn(NODES, HEADS * CHANNELS)
-    peak = peak_of(lambda: layer(x, edges).backward(gradient), x, edges, gradient)
+    peak = peak_of(lambda: layer(x, edges).backward(gradient))
     per_head = NODES * HEADS * 4
     products = 2**18 * 4
     assert 3 * WIDE < peak <= 3 * WIDE + products + 10 * per_head
@@ -78,9 +77,7 @@ def test_a_mean_divides_no_copy_of_its_gradient() -> None:
     layer, gradient = pyg_sar.distribute(SimpleConv("mean")), torch.randn_like(x)
     x.requires_grad_()
     out = layer(x, edges)
-    peak = peak_of(
-        lambda: torch.autograd.grad(out, x, gradient, retain_graph=True), x, edges, gradient, out
-    )
+    peak = peak_of(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True))
     assert WIDE <= peak <= WIDE + EDGES * 4 + 4 * NODES * 8
 
 
@@ -114,7 +111,6 @@ def test_all_edges_selected_share_their_memory() -> None:
     edges = edges_in_space(order=True)
     mask = torch.ones(EDGES, dtype=torch.bool)
     with LiveBytes() as live:
-        live.known(plain(edges), mask)
         chosen = edges[:, mask]
     # Others may have lost some: it is a list of its own there and here.
     assert chosen is not edges and chosen.by_content and not edges.by_content
@@ -130,7 +126,6 @@ def test_all_edges_selected_share_their_memory() -> None:
 def test_places_of_joined_edges_are_made_when_asked_for() -> None:
     edges, loops = edges_in_space(order=True), torch.arange(NODES).expand(2, -1)
     with LiveBytes() as live:
-        live.known(plain(edges), loops)
         joined = torch.cat([edges, loops], 1)
         without = live.now
         order = joined.order

@@ -15,7 +15,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
 
-from pyg_sar.files import TemporaryFolder
+from pyg_sar.files import TemporaryFolder, check_type
 from pyg_sar.partition.attributes import check_compressed
 from pyg_sar.partition.balance import (
     METIS_EDGE,
@@ -319,11 +319,7 @@ def check_graph(data: Data, whole: bool = True) -> tuple[Tensor, int]:
 
     ``whole``: edges as int64; else as they are, without a copy.
     """
-    if isinstance(data, HeteroData) or not isinstance(data, Data):
-        raise TypeError(
-            "Expected 'data' to be a torch_geometric.data.Data or HeteroData "
-            f"(got {type(data).__name__})"
-        )
+    check_type("data", data, Data, "a torch_geometric.data.Data or HeteroData")
     x = data.get("x")
     # PyG infers the number of nodes from dense features only.
     known = isinstance(x, SparseTensor) and "num_nodes" not in data
@@ -352,7 +348,7 @@ def _range(ids: Tensor) -> tuple[int, int]:
 _ADJACENCY = "the edges, as "
 _WEIGHTED = "weighted "
 OF_TORCH_SPARSE = "SparseTensor"
-"""How the form of an ``adj_t`` ends that is torch-sparse's, not torch's."""
+"""The form of an ``adj_t`` that is torch-sparse's, not torch's."""
 
 
 def with_edges(data: Any) -> Any:
@@ -390,38 +386,35 @@ def with_edges(data: Any) -> Any:
     return data
 
 
+def adjacency_form(values: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Returns the form of the ``adj_t`` that a graph's edges were, and whether it had weights.
+
+    That is :data:`OF_TORCH_SPARSE`, or a layout of PyTorch's by name; ``None`` where they were no
+    sparse matrix. ``values`` are the attributes that are no tensors.
+    """
+    text = values.get("adj_t")
+    if not isinstance(text, str) or not text.startswith(_ADJACENCY):
+        return None
+    form = text.removeprefix(_ADJACENCY)
+    return form.removeprefix(_WEIGHTED), form.startswith(_WEIGHTED)
+
+
 def restore_adjacency(data: Data) -> None:
     """Puts ``adj_t`` of the whole graph back as it was, in the place of its edges."""
-    form = data.get("adj_t")
-    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
+    form = adjacency_form(data.to_dict())
+    if form is None:
         return
-    weighted = form.startswith(f"{_ADJACENCY}{_WEIGHTED}")
-    source, target = data.edge_index
+    (name, weighted), (source, target) = form, data.edge_index
     size = (data.num_nodes, data.num_nodes)
     weight = data.edge_weight if weighted else None
-    if form.endswith(OF_TORCH_SPARSE):
+    if name == OF_TORCH_SPARSE:
         data.adj_t = SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
     else:
-        make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
+        make = to_torch_coo_tensor if name == str(torch.sparse_coo) else to_torch_csr_tensor
         data.adj_t = make(torch.stack([target, source]), weight, size=size)
     del data.edge_index
     if weighted:
         del data.edge_weight
-
-
-def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
-    """Returns the layout of the ``adj_t`` that a graph's edges were, and whether it had weights.
-
-    A ``SparseTensor`` of torch-sparse is taken for PyTorch's ``sparse_csr``, where that is missing.
-    ``None`` where they were no sparse matrix. ``values`` are the attributes that are no tensors.
-    """
-    form = values.get("adj_t")
-    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
-        return None
-    name = form.removeprefix(_ADJACENCY).removeprefix(_WEIGHTED)
-    layouts = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_coo)}
-    layouts[OF_TORCH_SPARSE] = torch.sparse_csr
-    return None if name not in layouts else (layouts[name], _WEIGHTED in form)
 
 
 def edges_of(data: Any, whole: bool = True) -> Tensor:

@@ -20,7 +20,7 @@ matrices are checked here, where they are made.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,19 +32,6 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import from_json, to_json
 from pyg_sar.wording import counted
-
-
-def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
-    """Returns the COO matrix with these rows and columns, ``[2, nnz]``, and values ``[nnz]``.
-
-    ``coalesced``: entries are sorted and without duplicates. Rows and columns out of range are
-    refused.
-    """
-    if entries.shape[:1] != index.shape[1:]:
-        raise ValueError(f"expected a value for each of {index.size(1)} entries of the matrix")
-    for name, place, bound in zip(("rows", "columns"), index, size, strict=True):
-        _check_range(name, place, bound)
-    return torch.sparse_coo_tensor(index, entries, tuple(size), is_coalesced=coalesced)
 
 
 def _check_range(name: str, place: Tensor, bound: int) -> None:
@@ -91,7 +78,7 @@ def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _check_range("rows", row, matrix.size(0))
     _check_range("columns", column, matrix.size(1))
     if bool((key[1:] <= key[:-1]).any()):  # to_sparse_coo() and is_coalesced() don't look.
-        coo = coo_matrix(coo._indices(), entries, coo.shape, coalesced=False).coalesce()
+        coo = torch.sparse_coo_tensor(coo._indices(), entries, coo.shape).coalesce()
         (row, column), entries = coo.indices(), coo.values()
     counts = torch.bincount(row, minlength=matrix.size(0))
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), column, entries
@@ -101,17 +88,12 @@ def matrix_of(
     crow: Tensor, column: Tensor, entries: Tensor, size: tuple[int, int], form: str
 ) -> Tensor:
     """Returns the matrix that :func:`compressed_rows` took apart, in the layout ``form``
-    (``'sparse_coo'``, ...). What makes no matrix is refused.
+    (``'sparse_coo'``, ...); ``part_checks.py`` has seen that it is one.
     """
-    if not ascends(crow, column.numel()):
-        raise ValueError(f"expected row offsets of a sparse matrix from 0 to {column.numel()}")
-    row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
-    key = row * size[1] + column
-    if bool((key[1:] <= key[:-1]).any()):
-        raise ValueError("expected columns of a sparse matrix that ascend within each row")
-    coo = coo_matrix(torch.stack([row, column]), entries, size, coalesced=True)
     if form == "sparse_coo":
-        return coo
+        row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
+        index = torch.stack([row, column])
+        return torch.sparse_coo_tensor(index, entries, size, is_coalesced=True)
     matrix = torch.sparse_csr_tensor(crow, column, entries, size)
     return matrix.to_sparse_csc() if form == "sparse_csc" else matrix
 

@@ -16,7 +16,7 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.ledger import Label
-from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_of
+from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_form
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.parts import decode_attributes, put_list, put_store
@@ -180,11 +180,13 @@ def _put_list(
 
 def _put_adjacency(found: dict[str, Any], values: dict[str, Any]) -> None:
     """Puts ``adj_t`` in the place of the edges and weights where the graph had it."""
-    form = adjacency_of(values)
+    form = adjacency_form(values)
     if form is None:
         return
     index, weight = found.pop("edge_index"), found.pop("edge_weight") if form[1] else None
-    if WITH_TORCH_SPARSE and str(values["adj_t"]).endswith(OF_TORCH_SPARSE):
+    if WITH_TORCH_SPARSE and form[0] == OF_TORCH_SPARSE:
         found["adj_t"] = edges_matrix(index, weight)
     else:
-        found["adj_t"] = adjacency(index, weight, form[0])
+        coo = form[0] == str(torch.sparse_coo)
+        layout = torch.sparse_coo if coo else torch.sparse_csr
+        found["adj_t"] = adjacency(index, weight, layout)

@@ -244,8 +244,7 @@ def _training(nodes: NodeOrder, mask: Tensor | None) -> list[int] | None:
     if mask is None:
         return None
     chosen = nodes.part[mask if mask.dim() == 1 else mask[:, 0]]
-    counts: list[int] = torch.bincount(chosen, minlength=nodes.num_parts).tolist()
-    return counts
+    return torch.bincount(chosen, minlength=nodes.num_parts).tolist()
 
 
 def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> str:

@@ -133,8 +133,7 @@ def distributed_edges(data: Data) -> Edges:
         )
     if edges.index.dist_row != 0:
         raise ValueError("Expected 'data.edge_index' to go from sources to targets (it is flipped)")
-    found: Edges = edges
-    return found
+    return edges
 
 
 def _kind(index: Any) -> str:
@@ -154,15 +153,9 @@ def _mask(seeds: Tensor, rows: Rows) -> Tensor:
         if len(seeds) != rows.total:
             raise ValueError(f"{wanted} of {counted(rows.total, 'nodes')} (got {len(seeds)})")
         mask = rows_at(seeds, rows, 0)
-    elif isinstance(seeds, NodeTensor):
-        mask = torch.zeros(rows.count, dtype=torch.bool, device=seeds.device)
-        named = torch.ones(seeds.rows.count, dtype=torch.bool, device=seeds.device)
-        rows.fetch_by(seeds, -rows.total).put(named, mask, False)
     else:
-        ids = rows.checked(seeds.to(rows.comm.device).long())
-        mask = torch.zeros(rows.count, dtype=torch.bool, device=ids.device)
-        local = rows.local(ids)
-        mask[local[local >= 0]] = True
+        mask = torch.zeros(rows.count, dtype=torch.bool, device=rows.comm.device)
+        wrap(mask, rows, 0)[seeds.to(rows.comm.device).long()] = True
     number = int(rows.comm.all_reduce(mask.sum().view(1), label=_LABEL))
     if seeds.dtype != torch.bool and number < len(seeds):
         raise ValueError(

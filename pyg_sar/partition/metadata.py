@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import check_regular, from_json, has_checksum
+from pyg_sar.files import from_json, has_checksum, read_text
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
@@ -343,8 +343,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     root = Path(root)
     path = root / METADATA
     try:
-        check_regular(path)
-        text = path.read_text()
+        text = read_text(path)
     except (FileNotFoundError, NotADirectoryError):
         raise PartitionError(
             f"'{root}' holds no partition ('{METADATA}' is missing); write one with "

@@ -58,13 +58,13 @@ class Space:
 
 def said_of(node_ids: NodeIds | None, names: Iterable[str]) -> dict[str, bool]:
     """Returns ``node_ids`` as a dict, whose names must be among ``names``."""
+    said: dict[Any, bool]
     if isinstance(node_ids, Mapping):
         said = dict(node_ids)
+    elif isinstance(node_ids, str) or not isinstance(node_ids or (), Iterable):
+        said = {node_ids: True}
     else:
-        listed = node_ids is None or isinstance(node_ids, Iterable)
-        given: list[Any] = [node_ids] if isinstance(node_ids, str) or not listed else []
-        given = given or list(node_ids or ())
-        said = dict.fromkeys(given, True)
+        said = dict.fromkeys(node_ids or (), True)
     wrong = [k for k, v in said.items() if not isinstance(k, str) or not isinstance(v, bool)]
     if wrong:
         raise TypeError(

@@ -150,24 +150,18 @@ def _check_tensor(checked: _Tensors, tensor: PartTensor, sizes: dict[str, int], 
             sizes.setdefault(size, count)
     counts = None
     if tensor.counted_by:
-        counts = checked.of_kind(tensor.counted_by, torch.int64, sizes["P"])
-        _check_counts(checked, tensor, counts, values.numel(), part)
+        counts, most = checked.of_kind(tensor.counted_by, torch.int64, sizes["P"]), values.numel()
+        # Bounded one by one first: a sum of large numbers may come out small.
+        good = bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == most
+        problem = f"it does not add up to the {counted(most, 'rows')} of '{tensor.name}'"
+        checked.check(good, tensor.counted_by, problem)
+        own = int(counts[part])
+        checked.check(own == 0, tensor.counted_by, "it counts rows of the part itself")
     for number, bound in enumerate(tensor.below):
         row = values if len(tensor.below) == 1 else values[number]
         checked.within(tensor.name, row, sum(sizes[size] for size in bound.split(" + ")), "rows")
     if tensor.ascends or counts is not None:
         checked.ascending(tensor.name, values, counts)
-
-
-def _check_counts(
-    checked: _Tensors, tensor: PartTensor, counts: Tensor, most: int, part: int
-) -> None:
-    """Checks that a tensor's rows for each part add up to its ``most`` rows."""
-    # Bounded one by one first: a sum of large numbers may come out small.
-    good = bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == most
-    rows = counted(most, "rows")
-    checked.check(good, tensor.counted_by, f"it does not add up to the {rows} of '{tensor.name}'")
-    checked.check(int(counts[part]) == 0, tensor.counted_by, "it counts rows of the part itself")
 
 
 def _check_dtype(checked: _Tensors, group: RowGroup, source: Tensor, target: Tensor) -> None:

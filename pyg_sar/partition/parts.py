@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -164,34 +164,26 @@ class AttributeRuns:
         return found
 
 
-class SplitLists:
-    """Lists of one graph, node type or relation, and which part owns what of them."""
+def split_list(
+    whole: WholeList, sources: NodeOrder, targets: NodeOrder
+) -> Callable[[int], PartTensors]:
+    """Returns what gives the tensors of each part's entries of a list of node ids."""
+    if whole.info.kind == "links":
+        layout = group_edges(whole.ids, sources, targets)
+    else:
+        order, starts = group_by_part(sources.part[whole.ids], sources.num_parts)
 
-    def __init__(self, lists: Sequence[WholeList], sources: NodeOrder, targets: NodeOrder) -> None:
-        self._lists = lists
-        self._split: list[Callable[[int], PartEdges | PartEntries]] = []
-        for whole in lists:
-            if whole.info.kind == "links":
-                self._split.append(partial(PartEdges, group_edges(whole.ids, sources, targets)))
-            else:
-                order, starts = group_by_part(sources.part[whole.ids], sources.num_parts)
-                self._split.append(partial(_part_entries, whole.ids, sources, order, starts))
+    def entries(p: int) -> PartEdges | PartEntries:
+        if whole.info.kind == "links":
+            return PartEdges(layout, p)
+        place = order[starts[p] : starts[p + 1]].clone()
+        return PartEntries(place, sources.rank[whole.ids[place]] - sources.offsets[p])
 
-    def tensors(self, p: int) -> PartTensors:
-        """Returns the tensors of part ``p``, by their names in its file."""
-        found: PartTensors = {}
-        for k, (whole, split) in enumerate(zip(self._lists, self._split, strict=True)):
-            rows = make_tensors(whole.info.kind, split(p))
-            rows |= attribute_tensors(whole.columns, {"row": rows["place"]})
-            found |= {f"list.{k}:{name}": tensor for name, tensor in rows.items()}
-        return found
+    def tensors(p: int) -> PartTensors:
+        rows = make_tensors(whole.info.kind, entries(p))
+        return rows | attribute_tensors(whole.columns, {"row": rows["place"]})
 
-
-def _part_entries(
-    ids: Tensor, nodes: NodeOrder, order: Tensor, starts: Tensor, p: int
-) -> PartEntries:
-    place = order[starts[p] : starts[p + 1]].clone()
-    return PartEntries(place, nodes.rank[ids[place]] - nodes.offsets[p])
+    return tensors
 
 
 # Reading #################################################################################

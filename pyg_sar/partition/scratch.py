@@ -10,14 +10,12 @@ an unlimited write, to the byte.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_sar.kernels.ops import sort_edges
@@ -114,19 +112,6 @@ class Scratch:
             f"(got {self.memory / 2**20:.3g} MiB); choose {remedy}"
         )
 
-    def check_even(
-        self, num_parts: int, nodes: int, edges: int, row_bytes: tuple[float, float]
-    ) -> None:
-        """Raises, as :meth:`check`, where not even parts of the same size would fit.
-
-        The largest part is at least as large: nothing need be assigned to know.
-        """
-
-        def even(count: int) -> list[int]:
-            return [count // num_parts + (p < count % num_parts) for p in range(num_parts)]
-
-        self.check(even(nodes), even(edges), row_bytes)
-
 
 class GroupedRows:
     """Rows of an array, shaped as those of ``like``, in a file: those of a part together, in the
@@ -147,17 +132,18 @@ class GroupedRows:
         # As bytes: older versions of PyTorch don't select rows of all dtypes.
         raw = rows.contiguous().view(len(rows), self._row // rows.itemsize).view(torch.uint8)
         flat = raw.index_select(0, order).view(-1).numpy()
-        with self._path.open("r+b", buffering=0) as file:
+        with self._path.open("r+b") as file:
             for p in bounds.diff().nonzero().view(-1).tolist():
                 first, last = (bounds[p : p + 2] * self._row).tolist()
-                _write(file.fileno(), flat[first:last], int(self._next[p]) * self._row)
+                file.seek(int(self._next[p]) * self._row)
+                file.write(flat[first:last].data)
         self._next += bounds.diff()
 
     def replace(self, p: int, rows: Tensor) -> None:
         """Puts other rows in the place of those of part ``p``."""
-        with self._path.open("r+b", buffering=0) as file:
-            data = rows.contiguous().view(-1).view(torch.uint8).numpy()
-            _write(file.fileno(), data, int(self._offsets[p]) * self._row)
+        with self._path.open("r+b") as file:
+            file.seek(int(self._offsets[p]) * self._row)
+            file.write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def part(self, p: int) -> Tensor:
         """Returns the rows of part ``p``."""
@@ -169,13 +155,6 @@ class GroupedRows:
             )
             found.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
         return found
-
-
-def _write(descriptor: int, data: NDArray[np.uint8], at: int) -> None:
-    view = memoryview(data)  # type: ignore[arg-type]
-    while view:
-        written = os.pwrite(descriptor, view, at)
-        view, at = view[written:], at + written
 
 
 def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:

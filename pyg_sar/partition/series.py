@@ -184,18 +184,11 @@ class Series(Dataset[Snapshot]):
             )
         self._length = next(iter(lengths.values()))
         rows = metadata.parts[part].num_nodes
-        self._files = {
-            name: (
-                Path(root) / info.files[part],
-                getattr(torch, info.dtype),
-                [rows, *info.shape[2:]],
-            )
-            for name, info in metadata.series.items()
-        }
-        self._sums = {
-            name: self._sums_of(Path(root) / info.files[part], info, part)
-            for name, info in metadata.series.items()
-        }
+        self._files = {}
+        for name, info in metadata.series.items():
+            path, shape = Path(root) / info.files[part], [rows, *info.shape[2:]]
+            sums = self._sums_of(path, info, part)
+            self._files[name] = path, getattr(torch, info.dtype), shape, sums
 
     @staticmethod
     def _sums_of(path: Path, info: SeriesInfo, part: int) -> list[int]:
@@ -221,7 +214,7 @@ class Series(Dataset[Snapshot]):
             raise IndexError(f"series[{t}]: there are {counted(self._length, 'snapshots')}")
         t %= self._length
         found = {SNAPSHOT: torch.tensor(t)}
-        for name, (path, dtype, shape) in self._files.items():
+        for name, (path, dtype, shape, sums) in self._files.items():
             found[name] = torch.empty(shape, dtype=dtype)
             flat = found[name].view(-1).view(torch.uint8).numpy().data
             with path.open("rb", buffering=0) as file:
@@ -232,7 +225,7 @@ class Series(Dataset[Snapshot]):
                     if not count:
                         raise PartitionError(f"'{path}' ends within snapshot {t}; {_AGAIN}")
                     done += count
-            if zlib.crc32(flat) != self._sums[name][t]:
+            if zlib.crc32(flat) != sums[t]:
                 raise PartitionError(
                     f"'{path}' was altered: the checksum of snapshot {t} differs; {_AGAIN}"
                 )

@@ -295,9 +295,10 @@ _OURS = re.compile(
 
 def _others(root: Path) -> list[str]:
     """Returns the names in a partition's folder of what is no file of a partition."""
-    regular = {entry.name for entry in os.scandir(root) if not entry.is_dir(follow_symlinks=False)}
     return sorted(
-        name for name in os.listdir(root) if not (_OURS.fullmatch(name) and name in regular)
+        entry.name
+        for entry in os.scandir(root)
+        if entry.is_dir(follow_symlinks=False) or not _OURS.fullmatch(entry.name)
     )
 
 

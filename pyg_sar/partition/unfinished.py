@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -95,8 +94,8 @@ class Unfinished:
             else:
                 paths, known = [inner], _KNOWN
             for path in paths:
-                temporary = is_temporary(path.name) and not path.is_symlink()
-                if not temporary and not (known.fullmatch(path.name) and _is_regular(path)):
+                known_file = known.fullmatch(path.name) and path.is_file()
+                if path.is_symlink() or not (known_file or is_temporary(path.name)):
                     self._refuse(f"it holds '{path.relative_to(self.folder)}'")
 
     def _save(self, name: str, content: dict[str, Any]) -> None:
@@ -114,7 +113,8 @@ class Unfinished:
 
     def _is_whole(self, path: Path, about: Mapping[str, Any] | None) -> bool:
         """Says if a file is there as it was written."""
-        if about is None or not _is_regular(path) or path.stat().st_size != about["bytes"]:
+        regular = path.is_file() and not path.is_symlink()
+        if about is None or not regular or path.stat().st_size != about["bytes"]:
             return False
         if sha256_of(path) == about["sha256"]:
             return True
@@ -164,13 +164,6 @@ class Unfinished:
 def unfinished_folder(root: Path) -> Path:
     """Returns where a partitioning under way keeps what is done."""
     return root.with_name(f".{root.name[:100]}.unfinished")
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def digest(data: Any) -> str | None:

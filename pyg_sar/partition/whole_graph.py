@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ from pyg_sar.partition.parts import (
     Owners,
     PartEdges,
     PartNodes,
-    SplitLists,
     attribute_tensors,
+    split_list,
 )
 from pyg_sar.partition.schema import (
     FORMAT,
@@ -147,33 +148,29 @@ class _SplitStore:
     ) -> None:
         self._store, self.key = store, store.info.key
         self.layout: Layout | None = None
+        self._levels: dict[str, Callable[[int], Any]] = {}
         owners: dict[str, tuple[Owners, Tensor]] = {}
+        ends = [nodes[name] for name in store.info.ends if name in nodes]
         if "node" in store.info.totals:
-            self._nodes = nodes[store.info.ends[0]]
-            owners["node"] = self._nodes.part.__getitem__, self._nodes.counts
+            self._levels["node"] = partial(PartNodes, ends[0])
+            owners["node"] = ends[0].part.__getitem__, ends[0].counts
         if store.edges is not None:
-            ends = [nodes[name] for name in store.info.ends]
             self.layout = group_edges(store.edges, ends[0], ends[1], scratch)
+            self._levels["edge"] = partial(PartEdges, self.layout)
             if isinstance(self.layout.edges, GroupedEdges):
                 owners["edge"] = self.layout.edges.owners, self.layout.edges.counts
         self._runs = AttributeRuns(store.columns, owners, scratch)
-        self._lists: SplitLists | None = None
-        if store.lists:
-            source, target = (nodes[name] for name in store.info.ends)
-            self._lists = SplitLists(store.lists, source, target)
+        self._lists = [split_list(whole, ends[0], ends[1]) for whole in store.lists]
 
     def tensors(self, p: int) -> PartTensors:
         """Returns the tensors of part ``p``, by their names in its file."""
         store, rows, ids = self._store, PartTensors(), {}
-        if "node" in store.info.totals:
-            rows |= make_tensors("node", PartNodes(self._nodes, p))
-            ids["node"] = rows["n_id"]
-        if self.layout is not None:
-            rows |= make_tensors("edge", PartEdges(self.layout, p))
-            ids["edge"] = rows["e_id"]
+        for level, split in self._levels.items():
+            rows |= make_tensors(level, split(p))
+            ids[level] = rows["n_id"] if level == "node" else rows["e_id"]
         rows |= attribute_tensors(store.columns, ids, self._runs.part(p, ids))
-        if self._lists is not None:
-            rows |= self._lists.tensors(p)
+        for k, listed in enumerate(self._lists):
+            rows |= {f"list.{k}:{name}": tensor for name, tensor in listed(p).items()}
         return {store.info.prefix + name: tensor for name, tensor in rows.items()}
 
 
@@ -201,9 +198,12 @@ def prepare(
     else:
         stores = [_store_of_data(data, node_ids, levels, whole=scratch is None)]
     row_bytes = _row_bytes(stores, "node"), _row_bytes(stores, "edge")
-    if scratch is not None and isinstance(num_parts, int) and num_parts > 0:
-        nodes, edges = _total(stores, "node"), _total(stores, "edge")
-        scratch.check_even(num_parts, nodes, edges, row_bytes)
+    if scratch is not None:  # Nothing need be assigned where not even equal parts would fit.
+        nodes, edges = (
+            [total // num_parts + (p < total % num_parts) for p in range(num_parts)]
+            for total in (_total(stores, "node"), _total(stores, "edge"))
+        )
+        scratch.check(nodes, edges, row_bytes)
     masks = _train_masks(stores)
     marked = _marked(masks, method) if balance_training else None
     parts = _assign(stores, num_parts, method, seed, report, scratch, marked)
@@ -333,10 +333,8 @@ def _train_masks(stores: Sequence[WholeStore]) -> dict[str, Tensor]:
     masks = {}
     for store in stores:
         column = store.columns.get("train_mask")
-        if column is not None and (column.attribute.dtype, column.attribute.level) == (
-            "bool",
-            "node",
-        ):
+        kind = None if column is None else (column.attribute.dtype, column.attribute.level)
+        if column is not None and kind == ("bool", "node"):
             masks[store.info.ends[0]] = column.tensors[""]
     return masks
 

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         return _explain(error, "--debug" in argv)
     try:
-        code: int = arguments.run(arguments)
+        code = arguments.run(arguments)
     except KeyboardInterrupt as interrupt:
         code = EXIT_INTERRUPT
         if _rank() == 0:
@@ -286,11 +286,16 @@ def _print_results(results: list[TrainResult], first: int) -> None:
         print(f"  {name:<16} {value:.4f} +- {found['spread'][name]:.4f}")
 
 
+def _check_file(option: str, path: str | None) -> None:
+    """Raises where an option names no file in a folder that is there."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no such folder")
+    if path is not None and Path(path).is_dir():
+        raise ValueError(f"{option} {path!r} is a folder: give the name of a file")
+
+
 def _predict(arguments: argparse.Namespace) -> int:
-    if not Path(arguments.out).absolute().parent.is_dir():
-        raise ValueError(f"--out {arguments.out}: there is no such folder")
-    if Path(arguments.out).is_dir():
-        raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a file")
+    _check_file("--out", arguments.out)
     if Path(arguments.out).suffix not in (".npy", *TABLES):
         raise ValueError(f"--out {arguments.out}: expected a name in .npy, {' or '.join(TABLES)}")
     if arguments.model in MODELS:
@@ -319,11 +324,8 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
     if arguments.auto_resume and arguments.checkpoint is None:
         raise ValueError("--auto-resume goes on from the file of --checkpoint: give one")
     progress = "none" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
-    for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no such folder")
-        if path is not None and Path(path).is_dir():
-            raise ValueError(f"{option} {path!r} is a folder: give the name of a file")
+    _check_file("--checkpoint", arguments.checkpoint)
+    _check_file("--resume", resume)
     for option in ("report", "tensorboard"):
         if getattr(arguments, option) == "":
             raise ValueError(f"--{option} '' names no folder")

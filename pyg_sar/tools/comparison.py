@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.files import spoken_bytes
 from pyg_sar.nn import NORMS
 from pyg_sar.nn.global_calls import GlobalCalls
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import NodeTensor, mapped
+from pyg_sar.tensors.nested import tensors_in
 from pyg_sar.train.hosted import describe_hosting
 from pyg_sar.wording import Shown, aligned, counted
 
@@ -178,11 +178,8 @@ def floats(value: Any) -> list[Tensor]:
     """Returns the dense floating point tensors of nested lists, tuples and dictionaries."""
     return [
         leaf
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor)
-        and leaf.is_floating_point()
-        and leaf.layout == torch.strided
-        and leaf.dim() > 0
+        for leaf in tensors_in(value)
+        if leaf.is_floating_point() and leaf.layout == torch.strided and leaf.dim() > 0
     ]
 
 
@@ -229,8 +226,7 @@ class Recorder:
         self._note(name, "output", result)
         self._calls[name] += 1
         if self._keep:
-            kept = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, result)
-            self.results.setdefault(name, []).append(kept)
+            self.results.setdefault(name, []).append(mapped(Tensor.detach, result))
         self.active.pop()
 
     def _note(self, name: str, what: str, value: Any) -> None:
@@ -248,18 +244,6 @@ class StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         return self.results[(self.calls - 1) % len(self.results)]
-
-
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces the submodule ``name``."""
-    parent, _, last = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    if isinstance(owner, nn.ModuleList | nn.Sequential):
-        owner[int(last)] = module
-    elif isinstance(owner, nn.ModuleDict):
-        owner[last] = module
-    else:
-        setattr(owner, last, module)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

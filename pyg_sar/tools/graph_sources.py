@@ -48,7 +48,7 @@ from torch_geometric.data.storage import (
 )
 
 from pyg_sar.files import check_regular
-from pyg_sar.partition.attributes import MASKS, ascends, coo_matrix
+from pyg_sar.partition.attributes import MASKS, ascends, compressed_rows
 from pyg_sar.wording import counted
 
 # Files ########################################################################
@@ -193,9 +193,11 @@ def _csr_matrix(
         )
     row = torch.repeat_interleave(torch.arange(rows), offsets.diff())
     try:
-        entries = _value(path, "x_values", values)
-        matrix = coo_matrix(torch.stack([row, column]), entries, (rows, width), coalesced=False)
-        return matrix.coalesce().to_sparse_csr()  # Columns come in any order.
+        entries, index = _value(path, "x_values", values), torch.stack([row, column])
+        if entries.shape[:1] != column.shape:
+            raise ValueError(f"expected a value for each of {len(column)} entries of the matrix")
+        matrix = torch.sparse_coo_tensor(index, entries, (rows, width))
+        return torch.sparse_csr_tensor(*compressed_rows(matrix), matrix.shape)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"'x' of '{path}' is not a CSR matrix: {error}") from error
 

@@ -35,7 +35,7 @@ from pyg_sar.partition.storage import add_attributes, write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.reduction.rows_file import write_rows
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import NodeTensor, node_tensors
 from pyg_sar.wording import counted
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -111,7 +111,7 @@ def infer(
             be written.
         StoreError, WorkerError: When ``memory`` does not suffice.
     """
-    comm, is_part = current(), _is_part(data)
+    comm, is_part = current(), is_distributed(data)
     _check(data, memory, parts, workers, store, node_type, is_part)
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
@@ -194,10 +194,8 @@ def _check_out(path: Path) -> None:
 def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> Tensor:
     """Makes the default call of :func:`infer`."""
     if isinstance(data, HeteroData):
-        typed: Tensor = model(data.x_dict, data.edge_index_dict)[node_type]
-        return typed
-    out: Tensor = model(data.x, data.get("edge_index", data.get("adj_t")))
-    return out
+        return model(data.x_dict, data.edge_index_dict)[node_type]
+    return model(data.x, data.get("edge_index", data.get("adj_t")))
 
 
 @contextmanager
@@ -239,7 +237,7 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
             f"{counted(count, 'nodes')} of rank {current().rank} (got {found}): pass forward=, a "
             "function of model and data"
         )
-    if _is_part(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
+    if is_distributed(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
         raise ValueError(
             f"Expected a result of the nodes, each worker its rows (got {found} on all workers, at "
             f"rank {current().rank}): pass forward=, a function that computes it of data"
@@ -247,10 +245,9 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
     return rows.detach()
 
 
-def _is_part(data: Any) -> bool:
-    """Says if data is what :func:`pyg_sar.load_partition` gave."""
-    stores = data.stores if isinstance(data, Data | HeteroData) else []
-    return any(isinstance(value, NodeTensor) for store in stores for value in store.values())
+def is_distributed(data: Any) -> bool:
+    """Says if data is a distributed graph, as :func:`pyg_sar.load_partition` gives it."""
+    return isinstance(data, Data | HeteroData) and bool(node_tensors(data.to_dict()))
 
 
 def _mapped(path: str | os.PathLike[str]) -> Tensor:
@@ -364,8 +361,7 @@ class _WithLoops(LGConv):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         edges, weight = add_remaining_self_loops(edge_index, edge_weight, 1.0, x.size(0))
-        out: Tensor = super().forward(x, edges, weight)
-        return out
+        return super().forward(x, edges, weight)
 
 
 @torch.no_grad()

@@ -109,21 +109,13 @@ class StockModel:
         """
         model: Any = getattr(torch_geometric.nn, self.name)(**self.arguments)
         if self.arguments.get("norm") == "BatchNorm":
-            for conv in model.convs[:-1]:
-                _freeze_last_bias(conv)
-            for conv in model.convs if self.name == "GIN" else ():
-                _set_to_zero(conv.nn.lins[0].bias)  # Before a norm of its own.
-        built: nn.Module = model
-        return built
-
-
-def _freeze_last_bias(conv: nn.Module) -> None:
-    last = {"SAGEConv": "lin_l", "GINConv": "nn.lins.1"}.get(type(conv).__name__, "")
-    _set_to_zero(conv.get_submodule(last).bias)
-
-
-def _set_to_zero(bias: Any) -> None:
-    bias.requires_grad_(False).zero_()
+            last = {"GraphSAGE": "lin_l", "GIN": "nn.lins.1"}.get(self.name, "")
+            biases = [conv.get_submodule(last).bias for conv in model.convs[:-1]]
+            if self.name == "GIN":  # Before a norm of its own.
+                biases += [conv.nn.lins[0].bias for conv in model.convs]
+            for bias in biases:
+                bias.requires_grad_(False).zero_()
+        return model
 
 
 def stock_model(

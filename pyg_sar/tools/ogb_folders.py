@@ -31,6 +31,7 @@ Source: Hu et al., "Open Graph Benchmark: datasets for machine learning on graph
 from __future__ import annotations
 
 import gzip
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.files import check_regular
 from pyg_sar.tools.graph_sources import safe_data_classes
-from pyg_sar.tools.tables import Array, ColumnFile, arrow, joined_ends
+from pyg_sar.tools.tables import Array, ColumnFile, arrow, joined_ends, mapped_array
 from pyg_sar.wording import counted
 
 
@@ -270,15 +271,17 @@ def _whole(path: Path, values: Array) -> Array:
     return values.astype(np.int64)
 
 
-def _copied(path: Path, convert: Callable[[Array], Array], file: Any) -> ColumnFile:
+def _copied(path: Path, convert: Callable[[Array], Array]) -> Array:
+    """Returns a table's rows, converted piece by piece, memory mapped."""
     writer = None
-    for rows in _rows(path):
-        values = convert(rows)
-        writer = writer or ColumnFile(path, "the table", values, file)
-        writer.add(values)
-    if writer is None:
-        raise ValueError(f"'{path}' is empty")
-    return writer
+    with tempfile.TemporaryFile() as file:
+        for rows in _rows(path):
+            values = convert(rows)
+            writer = writer or ColumnFile(path, "the table", values, file)
+            writer.add(values)
+        if writer is None:
+            raise ValueError(f"'{path}' is empty")
+        return writer.array()
 
 
 def _matrix(path: Path, name: str, expected: int | None = None, copies: int = 1) -> Tensor:
@@ -293,8 +296,7 @@ def _matrix(path: Path, name: str, expected: int | None = None, copies: int = 1)
             values = rows.astype(np.float32)
         return np.repeat(values, copies, axis=0)
 
-    with tempfile.TemporaryFile() as file:
-        matrix = _copied(path, convert, file).tensor()
+    matrix = torch.from_numpy(_copied(path, convert))
     _check_rows(path, matrix, expected)
     return matrix
 
@@ -310,14 +312,11 @@ def _edges(path: Path, both_directions: bool) -> Tensor:
             return pairs
         return np.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)
 
-    with tempfile.TemporaryFile() as file:
-        pairs = _copied(path, convert, file).array()
-    return joined_ends(list(pairs.T))
+    return joined_ends(list(_copied(path, convert).T))
 
 
 def _labels(path: Path, expected: int | None) -> Tensor:
-    with tempfile.TemporaryFile() as file:
-        labels = _whole_labels(path, _copied(path, np.asarray, file).tensor())
+    labels = _whole_labels(path, torch.from_numpy(_copied(path, np.asarray)))
     _check_rows(path, labels, expected)
     return labels
 
@@ -358,11 +357,7 @@ def _member(path: Path, file: zipfile.ZipFile, name: str) -> Array:
             shape, fortran, dtype = readers[np.lib.format.read_magic(member)](member)
             if dtype.kind not in "iuf":
                 raise ValueError(f"expected numbers (got {dtype})")
-            while piece := member.read(_BYTES):
-                copy.write(piece)
-            copy.flush()
-            if 0 in shape or not shape:
-                return np.empty(shape, dtype)
-            return np.memmap(copy, dtype, mode="c", shape=shape, order="F" if fortran else "C")
+            shutil.copyfileobj(member, copy, _BYTES)
+            return mapped_array(copy, dtype, shape, "F" if fortran else "C")
     except (KeyError, ValueError) as error:
         raise ValueError(f"'{name}' of '{path}' can't be read: {error}") from error

@@ -85,10 +85,6 @@ class Samples:
     def __exit__(self, *error: object) -> None:
         self._folder.close()
 
-    def apart(self) -> list[Runs]:
-        """Runs a worker for each part; runs by policy."""
-        return apart([self])[0]
-
     def hosted(self) -> list[Runs]:
         """Runs one worker that hosts all parts; runs by policy."""
         return self._by_policy(launch(_try_each, 1, self._given, parts=self._parts))

@@ -42,7 +42,7 @@ from pyg_sar.tools.plan_sample import (
     read_shapes,
 )
 from pyg_sar.tools.rates import Disk, Rates
-from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes, use_features
+from pyg_sar.tools.run import ModelConfig, as_usage_errors, call_of, count_classes, use_features
 from pyg_sar.train.flow import call_model
 
 MOST_ESTIMATED = 8
@@ -258,7 +258,7 @@ def _forecasts(
     rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if limited else 1)
     forecasts = []
     with Samples(folder, shapes, model, list(policies.values()), call, rows) as samples:
-        apart = samples.apart()
+        apart = plan_runs.apart([samples])[0]
         hosted = samples.hosted() if min(counts) < most else apart
         for k, mode in enumerate(policies):
             for count in counts:
@@ -368,16 +368,13 @@ def parse_rate(text: str) -> float:
 
 def _build(config: ModelConfig, data: Data) -> nn.Module:
     """Builds the model that the command line names, for a part."""
-    try:
+    with as_usage_errors():
         use_features(data, own=config.own)
         if config.own:
             return imported_model(config.name, data)
         return config.stock(data.num_features, count_classes(data)).build()
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _call_stock(name: str, model: nn.Module, data: Data) -> Tensor:
     """Calls a stock model as ``pyg-sar train`` does."""
-    out: Tensor = call_of(name, data)(model, data)
-    return out
+    return call_of(name, data)(model, data)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, call_with, check_names, imported_model
-from pyg_sar.tools.run import UsageError, call_of, use_features
+from pyg_sar.tools.run import UsageError, as_usage_errors, call_of, use_features
 from pyg_sar.tools.tables import TABLES, arrow, names_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from pyg_sar.train.targets import find_targets
@@ -75,8 +76,7 @@ def load_model(
             f"Expected 'weights' to be 'best' or 'last' (got {weights!r} at rank {current().rank})"
         )
     found = inspect_checkpoint(checkpoint)
-    built = _build(checkpoint, found, model)
-    return _loaded(checkpoint, found, built, weights)
+    return _loaded(checkpoint, found, _build(checkpoint, found, model), weights)
 
 
 def _build(
@@ -163,25 +163,22 @@ def predict_worker(config: PredictConfig) -> list[int]:
         )
     use_features(data, own=config.model is not None)
     found = inspect_checkpoint(config.checkpoint)
+    extra = _extra(found)
     forward: Any = call_default
-    try:
+    with as_usage_errors():
         if config.model is not None:
             model = imported_model(config.model, data)
         else:
             model = _build(config.checkpoint, found, None)
-            stock = _stock(_extra(found))
+            stock = _stock(extra)
             if stock is not None:
-                columns = _show_labels(data, _extra(found), stock, config)
+                columns = _show_labels(data, extra, stock, config)
                 _check_width(stock, data.x.size(1), columns, config)
                 forward = call_of(stock.name.lower(), data, columns)
-        args = config.args or (_extra(found).get("model") or {}).get("args")
+        args = config.args or (extra.get("model") or {}).get("args")
         if args:
             check_names(args, data)
             forward = call_with(args)
-    except PygSarError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     model = _loaded(config.checkpoint, found, model, config.weights).to(comm.device)
     try:
         if Path(config.out).suffix in TABLES:
@@ -280,15 +277,10 @@ def _convert(folder: Path, file: Path, suffix: str) -> None:
     with torch.no_grad():
         batches = _batches(folder, pyarrow)
         first = next(batches)
-        if suffix == ".csv":
-            with csv.CSVWriter(file, first.schema) as writer:
-                for batch in (first, *batches):
-                    writer.write_batch(batch)
-        else:
-            with parquet.ParquetWriter(file, first.schema) as writer:
-                writer.write_batch(first)
-                for batch in batches:
-                    writer.write_batch(batch)
+        make = csv.CSVWriter if suffix == ".csv" else parquet.ParquetWriter
+        with make(file, first.schema) as writer:
+            for batch in chain([first], batches):
+                writer.write_batch(batch)
 
 
 def _batches(folder: Path, pyarrow: Any) -> Iterator[Any]:

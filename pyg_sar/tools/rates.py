@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar.store.row_file import RowFile
 from pyg_sar.tensors import node_tensors
+from pyg_sar.tensors.nested import tensors_in
 
 REPEAT = 5
 REQUEST, SMALL, FILE = 1 << 20, 1 << 14, 1 << 28
@@ -52,22 +52,18 @@ class Work(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")
         own, operator = name[0] == "pyg_sar", name[2].rstrip("_")
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_in(args, kwargs)
         if operator in PRODUCTS:
             one, other = (args[k] for k in PRODUCTS[operator])
             self.flops += 2 * one.numel() * other.size(-1)
         elif own or operator in BY_INDEX:
             entries = max((t.size(-1) for t in given if t.dim() and t.dtype in INDICES), default=0)
-            wide = [t for t in (*given, *_tensors(out)) if t.is_floating_point() and t.dim() > 0]
+            wide = [t for t in (*given, *tensors_in(out)) if t.is_floating_point() and t.dim() > 0]
             row = max((t[:1].numel() * t.element_size() for t in wide if t.dim() > 1), default=8)
             self.gathered += entries * row
         elif operator not in VIEWS:
-            self.moved += sum(t.numel() * t.element_size() for t in (*given, *_tensors(out)))
+            self.moved += sum(t.numel() * t.element_size() for t in (*given, *tensors_in(out)))
         return out
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,22 +194,14 @@ class LiveBytes(TorchDispatchMode):
         self.log: list[tuple[int, int]] = []
         self._live: dict[int, tuple[Any, int]] = {}
 
-    def known(self, *tensors: Tensor) -> LiveBytes:
-        """Leaves the memory of these out."""
-        for tensor in tensors:
-            self._follow(tensor, counted=False)
-        return self
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if node_tensors(args, kwargs):
             return NotImplemented  # What its rule calls with this worker's rows comes here next.
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        for tensor in given:
+        for tensor in tensors_in(args, kwargs):
             self._follow(tensor, counted=False)
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor, counted=True)
+        for tensor in tensors_in(out):
+            self._follow(tensor, counted=True)
         return out
 
     def _follow(self, tensor: Tensor, counted: bool) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -62,6 +62,17 @@ METRICS: tuple[str, ...] = ("loss", *_OF_CLASSES, *_OF_NUMBERS)
 
 class UsageError(PygSarError, ValueError):
     """Options that do not fit together; every worker meets them alike."""
+
+
+@contextmanager
+def as_usage_errors() -> Iterator[None]:
+    """Raises what does not fit as a :class:`UsageError`; the package's own errors stay."""
+    try:
+        yield
+    except PygSarError:
+        raise
+    except (ImportError, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,12 +152,8 @@ def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainRe
     ``stop`` says whether a signal asked for a checkpoint and the end: ``StoppedError`` on every
     worker. Settings that do not fit the graph or each other are a ``UsageError`` on every worker.
     """
-    try:
+    with as_usage_errors():
         trainer = _prepare(config, current(), stop)
-    except PygSarError:
-        raise
-    except (ImportError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     return trainer.fit()
 
 
@@ -290,17 +297,6 @@ def use_features(data: Data, *, own: bool) -> None:
 def _outputs(config: RunConfig, data: Data) -> int:
     """Returns the columns of the model's output, of targets that the loss can read."""
     if config.loss == "cross_entropy":
-        found = data.get("y")
-        if isinstance(found, Tensor) and found.is_floating_point():
-            raise UsageError(
-                f"data.y holds numbers ({found.dtype}), no classes, which --loss cross_entropy "
-                "takes: give --loss mse, mae or bce"
-            )
-        if isinstance(found, Tensor) and (found.dtype == torch.bool or found.shape[1:].numel() > 1):
-            raise UsageError(
-                f"data.y ({found.dtype} of shape {list(found.shape)}) holds no class per node, "
-                "which --loss cross_entropy takes: give --loss bce"
-            )
         return count_classes(data)
     y = data.get("y")
     if not isinstance(y, Tensor) or y.dim() not in (1, 2) or len(y) != data.num_nodes:
@@ -355,10 +351,8 @@ def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
     def metric(pred: Tensor, y: Tensor) -> Tensor:
         # Probabilities: torchmetrics would guess by the values whether these are logits.
         pred = pred.double()
-        found: Tensor = measure(
-            pred.softmax(1) if task == "multiclass" else pred.sigmoid(), y.long(), **options
-        )
-        return found
+        probabilities = pred.softmax(1) if task == "multiclass" else pred.sigmoid()
+        return measure(probabilities, y.long(), **options)
 
     return {name: metric}
 
@@ -461,7 +455,6 @@ def _model_of(config: RunConfig) -> dict[str, Any]:
 def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
     saved = inspect_checkpoint(path, trainer.comm).state.get("extra", {}).get("model")
     now = _model_of(config)
-    saved = None if saved is None else {"args": now["args"], **saved}  # Older files don't say.
     if saved is not None and saved != now and not config.allow_changes:
         changes = [
             f"{k}={saved.get(k)!r} is now {v!r}" for k, v in now.items() if saved.get(k) != v

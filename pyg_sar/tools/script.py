@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from pyg_sar.comm.group import current, finalize, join
-from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import PygSarError, WorkerError
@@ -43,6 +42,7 @@ from pyg_sar.tools.script_together import Together
 from pyg_sar.tools.start import (
     add_hosting,
     default_workers,
+    device_of_parts,
     hosting_of,
     levels_in,
     node_ids_of,
@@ -112,7 +112,12 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
     """Runs a script in this process, one of torchrun's, and returns its exit code."""
     if _HASHES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _HASHES: "0"})
-    with join(config.backend, config.timeout, _device(config), hosts_parts(config)) as comm:
+    with join(
+        config.backend,
+        config.timeout,
+        device_of_parts(config.memory, config.store),
+        hosts_parts(config),
+    ) as comm:
         try:
             return work(config)
         except BaseException as error:
@@ -130,12 +135,6 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
 def hosts_parts(config: ScriptConfig) -> bool:
     """Returns whether the workers take parts in turn, be it one each, so that these can wait."""
     return any(given is not None for given in (config.parts, config.memory, config.store))
-
-
-def _device(config: ScriptConfig) -> str | None:
-    """Returns where workers compute by where their parts wait, if that decides it."""
-    hosting = Hosting.of(1, config.memory, config.store) if hosts_parts(config) else None
-    return None if hosting is None else hosting.device
 
 
 def _show(path: Path, before: str = "") -> bool:
@@ -156,7 +155,9 @@ def work_as_host(config: ScriptConfig) -> int:
     """:func:`work` of a worker that was started without knowing that its parts take turns."""
     if torch.cuda.is_available():
         finalize()
-        join(config.backend, config.timeout, _device(config), parts=True)
+        join(
+            config.backend, config.timeout, device_of_parts(config.memory, config.store), parts=True
+        )
     return work(config)
 
 

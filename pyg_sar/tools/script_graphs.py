@@ -44,7 +44,6 @@ from pyg_sar.tensors import (
     NodeMatrix,
     NodeTensor,
     is_shared_matrix,
-    node_tensors,
     whole,
     whole_matrix,
 )
@@ -241,11 +240,6 @@ def default_cache() -> Path:
     return Path(base) / "pyg_sar" / "graphs"
 
 
-def is_distributed(value: Any) -> bool:
-    """Returns whether ``value`` is a distributed graph."""
-    return isinstance(value, Data | HeteroData) and bool(node_tensors(value.to_dict()))
-
-
 def gathered(data: Any, keep: bool) -> Graph | None:
     """Returns the whole graph of a distributed one as a plain ``Data``. Collective.
 
@@ -254,7 +248,7 @@ def gathered(data: Any, keep: bool) -> Graph | None:
     plain: Graph = HeteroData() if isinstance(data, HeteroData) else Data()
     for store, target in zip(data.stores, _empty_stores(plain, data), strict=True):
         for key, value in store.items():
-            value = _plain(value, f"a transform of '{key}'", keep)
+            value = _plain(value, f"a transform of '{key}'")
             if keep:
                 target[key] = value
     if isinstance(data, Batch):
@@ -291,20 +285,17 @@ def _empty_stores(plain: Any, data: Any) -> list[Any]:
     return [plain._global_store, *named]
 
 
-def _plain(value: Any, what: str, keep: bool) -> Any:
+def _plain(value: Any, what: str) -> Any:
     if isinstance(value, NodeTensor):
-        found = whole(value, what)
-        return found.contiguous() if keep else None
+        return whole(value, what).contiguous()
     if isinstance(value, NodeMatrix):
-        matrix = value.whole()
-        return matrix if keep else None
+        return value.whole()
     if is_shared_matrix(value):
-        matrix = whole_matrix(value)
-        return matrix if keep else None
+        return whole_matrix(value)
     if isinstance(value, dict):
-        return {key: _plain(one, what, keep) for key, one in value.items()}
+        return {key: _plain(one, what) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_plain(one, what, keep) for one in value)
+        return type(value)(_plain(one, what) for one in value)
     return value
 
 

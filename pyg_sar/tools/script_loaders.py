@@ -22,7 +22,8 @@ from torch_geometric.sampler import NeighborSampler
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.partition.scatter import scatter
 from pyg_sar.tensors import NodeTensor, whole
-from pyg_sar.tools.script_graphs import Graphs, is_distributed
+from pyg_sar.tools.inference import is_distributed
+from pyg_sar.tools.script_graphs import Graphs
 
 _WORKERS = ("num_workers", "persistent_workers", "prefetch_factor", "worker_init_fn")
 _SAMPLER = ("num_neighbors", "replace", "subgraph_type", "disjoint")

@@ -23,7 +23,7 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.nn.global_calls import GlobalCalls
-from pyg_sar.tensors import NodeMatrix, NodeTensor, mapped
+from pyg_sar.tensors import NodeMatrix, mapped, node_tensors
 from pyg_sar.tools.script_files import called_by_package
 from pyg_sar.tools.script_together import Together
 
@@ -67,7 +67,9 @@ class Models:
             self.draw_for([module])
         if self._calls or called_by_package():  # as in the backward pass of a layer
             return self._called(real, module, args, kwargs)
-        whole_graph = [value for value in _flat((args, kwargs)) if isinstance(value, NodeTensor)]
+        given = [*args, *kwargs.values()]
+        graphs = [value.to_dict() for value in given if isinstance(value, Data | HeteroData)]
+        whole_graph = node_tensors(given, graphs)
         self._check_device(whole_graph, f"{type(module).__name__} got a tensor of the graph")
         if whole_graph and not self.is_ready(module):
             for root in self._roots([module]):
@@ -253,18 +255,6 @@ class Models:
             for name, child in module._modules.items()
         }
         return out
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, Data | HeteroData):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        yield value
-        return
-    for one in value:
-        yield from _flat(one)
 
 
 def _own(module: Module) -> list[Tensor]:

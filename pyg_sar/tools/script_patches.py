@@ -36,9 +36,10 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors.sparse import unsorted_matrices
+from pyg_sar.tools.inference import is_distributed
 from pyg_sar.tools.models import default_dtype
 from pyg_sar.tools.script_files import NoInput, Output, PrivateFiles, called_by_package
-from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
+from pyg_sar.tools.script_graphs import Graphs, with_whole_tensors
 from pyg_sar.tools.script_loaders import divided, in_place_here
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_together import Together
@@ -375,13 +376,10 @@ def _batches(worker: Worker, real: Function, loader: Any) -> Any:
 
 def _put(stack: ExitStack, owner: Any, name: str, make: Function) -> None:
     """Replaces an attribute until the stack is left."""
-    real = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else None
-    inherited = isinstance(owner, type) and real is None
-    real = getattr(owner, name) if real is None else real
+    own = name in vars(owner)
+    real = vars(owner)[name] if own else getattr(owner, name)
     new = make(real)
     if callable(real) and callable(new) and not isinstance(new, Output):
         new = wraps(real)(new)
     setattr(owner, name, new)
-    stack.callback(delattr, owner, name) if inherited else stack.callback(
-        setattr, owner, name, real
-    )
+    stack.callback(setattr, owner, name, real) if own else stack.callback(delattr, owner, name)

@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from pyg_sar.comm.agreement import raised_everywhere
 from pyg_sar.comm.devices import count_gpus
 from pyg_sar.comm.environment import find_launcher, read_environment
-from pyg_sar.comm.group import Communicator, join
+from pyg_sar.comm.group import join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
@@ -60,10 +59,19 @@ def on_workers(
     options: dict[str, Any] = {"backend": arguments.backend, "timeout": arguments.timeout}
     hosting = hosting_of(arguments)
     if was_launched(arguments.workers):
-        where = Hosting.of(1, hosting.get("memory"), hosting.get("store"))
-        device, hosts = None if where is None else where.device, _hosts_parts(config.parts, hosting)
+        device = device_of_parts(hosting.get("memory"), hosting.get("store"))
+        place, known, problem = read_environment(), 0, None
+        try:
+            known = read_metadata(config.parts).num_parts
+        except PartitionError as error:  # All workers raise it, once they are joined.
+            problem = error
+        hosts = bool(hosting) or (place is not None and known > place.world_size)
         with join(arguments.backend, arguments.timeout, device, hosts) as comm:
-            num_parts = _agreed_parts(config.parts, comm)
+            with raised_everywhere(comm, PartitionError, "", PartitionError):
+                if problem is not None:
+                    raise problem
+            # Loading tells different partitions apart, on all workers.
+            num_parts = max(comm.all_gather_object(known))
             if hosting or comm.world_size < num_parts:
                 result = run(work, config, parts=num_parts, **options, **hosting)[0]
             else:
@@ -83,20 +91,16 @@ def on_workers(
     return launch(work, workers, config, **options, **hosting)[0], True
 
 
+def device_of_parts(memory: int | None, store: str | None) -> str | None:
+    """Returns where workers compute by where their parts wait, if that decides it."""
+    hosting = Hosting.of(1, memory, store)
+    return None if hosting is None else hosting.device
+
+
 def default_workers(parts: int, store: str | None) -> int:
     """Returns how many workers are started for parts: one for each, or for each GPU."""
     gpus = count_gpus() if store == PINNED else 0
     return min(parts, gpus) if gpus else parts
-
-
-def _hosts_parts(root: str, hosting: dict[str, Any]) -> bool:
-    """Returns whether a worker of a launcher takes parts in turn, as far as is known here."""
-    place = read_environment()
-    if hosting or place is None:
-        return bool(hosting)
-    with suppress(PartitionError):  # All workers raise it together, later.
-        return read_metadata(root).num_parts > place.world_size
-    return False
 
 
 def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
@@ -212,14 +216,6 @@ def tell_agent(error: BaseException) -> None:
     """Leaves an error, and its traceback, where torchrun's agent looks for the cause."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         get_error_handler().record_exception(error)
-
-
-def _agreed_parts(root: str, comm: Communicator) -> int:
-    """Returns the number of parts in a folder, which each worker's host must have. Collective."""
-    with raised_everywhere(comm, PartitionError, "", PartitionError):
-        found = read_metadata(root).num_parts
-    # Loading tells different partitions apart, on all workers.
-    return max(comm.all_gather_object(found))
 
 
 def hosting_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -288,6 +288,16 @@ def _values(what: str, column: Any) -> Array:
     return np.asarray(inner.to_numpy(zero_copy_only=False)).reshape(len(column), -1)
 
 
+def mapped_array(
+    file: Any, dtype: Any, shape: tuple[int, ...], order: Literal["C", "F"] = "C"
+) -> Array:
+    """Returns the array that was written to a file, memory mapped; changes stay in memory."""
+    file.flush()
+    if 0 in shape or not shape:
+        return np.empty(shape, dtype)
+    return np.memmap(file, dtype, mode="c", shape=shape, order=order)
+
+
 class ColumnFile:
     """A column of a table on its way into a file without a name."""
 
@@ -307,11 +317,7 @@ class ColumnFile:
 
     def array(self) -> Array:
         """Returns the rows, memory mapped."""
-        self._file.flush()
-        shape = self.rows, *self._shape
-        if 0 in shape:
-            return np.empty(shape, self.dtype)
-        return np.memmap(self._file, self.dtype, mode="c", shape=shape)
+        return mapped_array(self._file, self.dtype, (self.rows, *self._shape))
 
     def tensor(self) -> Tensor:
         """Returns the rows as a tensor that is memory mapped."""
@@ -321,13 +327,10 @@ class ColumnFile:
 def joined_ends(ends: list[Array], ids: NodeIds | None = None) -> Tensor:
     """Returns an ``edge_index`` of two columns, numbered by ``ids``, in another file."""
     rows = len(ends[0])
-    if not rows:
-        return torch.empty(2, 0, dtype=torch.long)
     with tempfile.TemporaryFile() as file:
         for end in ends:
             for first in range(0, rows, _ROWS):
                 part = end[first : first + _ROWS]
                 numbers = part if ids is None else ids.numbers_of(part, "a column")
                 file.write(numbers.astype(np.int64).data)
-        file.flush()
-        return torch.from_numpy(np.memmap(file, np.int64, mode="c", shape=(2, rows)))
+        return torch.from_numpy(mapped_array(file, np.int64, (2, rows)))

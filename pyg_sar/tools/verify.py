@@ -45,10 +45,10 @@ from pyg_sar.tools.comparison import (
     compare,
     floats,
     in_full,
-    put,
     watched,
     without_dropout,
 )
+from pyg_sar.tools.inference import is_distributed
 from pyg_sar.tools.models import Call, call_with, default_dtype
 from pyg_sar.train.hosted import HostedRun, backward_case
 from pyg_sar.train.targets import not_finite
@@ -176,7 +176,7 @@ def _check_arguments(
     check_type("data", data, Data, "a Data, the graph; HeteroData can't be verified")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("call", call or print, Callable, "a function of model and data, or None")
-    if any(isinstance(value, NodeTensor) for _, value in data):
+    if is_distributed(data):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     fits = isinstance(tolerance, int | float) and tolerance >= 0
     check_argument(fits, "tolerance", tolerance, "a number of at least 0")
@@ -313,6 +313,7 @@ def _run(task: _Task, report: VerifyReport, timeout: float, hosting: Hosting) ->
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", OneShotWarning)
         refused.update(_innermost(host_parts(_refusals, (task,), hosting, outer)[0]))
+        report.failure = refused.get("", "")
         while report.failure == "":
             try:
                 workers = host_parts(_worker, (task,), hosting, outer)
@@ -328,8 +329,6 @@ def _run(task: _Task, report: VerifyReport, timeout: float, hosting: Hosting) ->
     report.warnings = list(dict.fromkeys(str(warning.message) for warning in caught))
     kinds = {name: type(module).__name__ for name, module in task.model.named_modules()}
     report.refused = {f"{name or 'model'} ({kinds[name]})": why for name, why in refused.items()}
-    if "" in refused:
-        report.failure = refused[""]
     if report.failure == "":
         compare(task.model, task.expected, workers, report)
 
@@ -369,7 +368,7 @@ def _worker(task: _Task) -> ModelPass:
     joined: Edges = edges.edges if isinstance(edges, NodeTensor) else edges.places.edges
     model = copy.deepcopy(task.model)
     for name in task.refused:
-        put(model, name, StandIn(task.expected.results[name]))
+        model.set_submodule(name, StandIn(task.expected.results[name]))
     model = distribute(model, task.policy)
     recorder = Recorder(model)
     try:

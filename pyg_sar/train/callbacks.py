@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from pyg_sar.comm.processes import SignalNotice
@@ -172,8 +171,8 @@ class CheckpointEvery(Callback):
     """Saves a checkpoint every so many epochs, and after the last one.
 
     With ``stop`` it also saves one when the signal has come, be it to a single worker, and ends the
-    training: after each epoch all workers tell each other (a byte each) whether it came, so that
-    all save the same epoch. SLURM sends signals before it ends a job
+    training: after each epoch all workers tell each other whether it came, so that all save the
+    same epoch. SLURM sends signals before it ends a job
     (``#SBATCH --signal=USR1@120``).
 
     Args:
@@ -215,7 +214,7 @@ class CheckpointEvery(Callback):
             )
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
-        stopped = self._stopped(trainer)
+        stopped = self.stop is not None and any(trainer.comm.from_everyone(self.stop.came))
         if stopped or record.epoch % self.every == 0:
             self._save(trainer)
         if stopped:
@@ -227,15 +226,6 @@ class CheckpointEvery(Callback):
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         if self._saved != trainer.epoch:
             self._save(trainer)
-
-    def _stopped(self, trainer: Trainer) -> bool:
-        if self.stop is None:
-            return False
-        came = torch.tensor([self.stop.came], dtype=torch.uint8, device=trainer.comm.device)
-        for group in (trainer.comm, trainer.comm.across):
-            if group is not None:
-                group.all_reduce(came, "max", label=("", "", "checkpoint"))
-        return bool(came)
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save(self.path, **self.extra)

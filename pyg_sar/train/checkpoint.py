@@ -30,6 +30,7 @@ from pyg_sar.comm.devices import other_states, random_states, set_other_states
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import check_path, replace_file, save_tensors
+from pyg_sar.partition.schema import without_prefix
 from pyg_sar.reduction.parameters import check_replicas, check_tensors, shared_names
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.wording import Shown, counted
@@ -68,12 +69,7 @@ class _Content:
     has_best: bool = False
 
     def group(self, prefix: str) -> dict[str, Tensor]:
-        start = prefix + "/"
-        return {
-            name[len(start) :]: tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(start)
-        }
+        return without_prefix(self.tensors, f"{prefix}/")
 
 
 def save_checkpoint(
@@ -160,7 +156,13 @@ def load_checkpoint(
     restore = optimizer is not None if restore_rng is None else restore_rng
     with _all_or_none(comm, _not_loaded(path)):
         content = _read(Path(path))
-        _check(content, model, optimizer, weights)
+        if weights not in ("last", "best"):
+            raise ValueError(f"Expected 'weights' to be 'last' or 'best' (got {weights!r})")
+        group = content.group("model" if weights == "last" else "extra/best")
+        if model is not None:
+            _check_model(group, model, weights)
+        if optimizer is not None:
+            _check_optimizer(content.header.get("optimizer"), optimizer)
         if restore:
             _check_random_states(content, comm)
     _check_same_file(comm, path, content.header["sha256"])
@@ -170,8 +172,7 @@ def load_checkpoint(
     if optimizer is not None:
         _load_optimizer(content, optimizer)
     if restore:
-        replicas = content.header.get("replicas", 1)
-        _set_random_states(comm, content.group("random"), replicas)
+        _set_random_states(comm, content.group("random"), content.header["replicas"])
     comm.barrier()
     return _described(content)
 
@@ -198,7 +199,7 @@ def _described(content: _Content) -> Checkpoint:
         state=content.header["state"],
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
-        replicas=content.header.get("replicas", 1),
+        replicas=content.header["replicas"],
         has_best=content.has_best,
     )
 
@@ -251,14 +252,13 @@ def _set_random_states(comm: Communicator, states: dict[str, Tensor], replicas: 
     torch.set_rng_state(mine["cpu"])
     if comm.device.type == "cuda" and "cuda" in mine:
         torch.cuda.set_rng_state(mine["cuda"], comm.device)
-    if "others" in mine:  # Older files haven't got them.
-        set_other_states(mine["others"])
+    set_other_states(mine["others"])
 
 
 def _check_random_states(content: _Content, comm: Communicator) -> None:
     """Raises where another number of ranks, or replicas, had a random state each."""
-    written_by, world_size = content.header["world_size"], comm.world_size
-    replicas = content.header.get("replicas", 1)
+    written_by, replicas = content.header["world_size"], content.header["replicas"]
+    world_size = comm.world_size
     # Not the others: processes that seed nothing differ in these, and most draw nothing by them.
     found = {kind: s for kind, s in content.group("random").items() if kind != "others"}
     states = [s.view(replicas, -1, s.size(1)) for s in found.values()]
@@ -383,7 +383,7 @@ def _read(path: Path) -> _Content:
 
 def _check_header(header: Mapping[str, Any]) -> None:
     """Raises where a field is of another type: a checksum does not tell who wrote a file."""
-    fields = {"replicas": 1, **header}  # Older files don't say how many replicas wrote them.
+    fields = dict(header)
     kinds: dict[str, Any] = {"state": dict, "world_size": int, "replicas": int}
     if "optimizer" in header:
         kinds["optimizer"] = dict
@@ -398,24 +398,9 @@ def _check_header(header: Mapping[str, Any]) -> None:
             )
 
 
-def _check(
-    content: _Content,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    weights: str,
-) -> None:
-    if weights not in ("last", "best"):
-        raise CheckpointError(f"Expected 'weights' to be 'last' or 'best' (got {weights!r})")
-    if model is not None:
-        group = content.group("model" if weights == "last" else "extra/best")
-        if not group:
-            raise CheckpointError(f"it holds no {weights!r} weights")
-        _check_model(group, model)
-    if optimizer is not None:
-        _check_optimizer(content.header.get("optimizer"), optimizer)
-
-
-def _check_model(saved: Mapping[str, Tensor], model: nn.Module) -> None:
+def _check_model(saved: Mapping[str, Tensor], model: nn.Module, weights: str) -> None:
+    if not saved:
+        raise CheckpointError(f"it holds no {weights!r} weights")
     now = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     notes = [f"{name} is only in the checkpoint" for name in saved if name not in now]
     notes += [f"{name} is only in the model" for name in now if name not in saved]

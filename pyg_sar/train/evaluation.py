@@ -98,9 +98,9 @@ def over_replicas(rows: Tensor, comm: Communicator) -> Tensor:
     """
     if comm.across is None:
         return rows
-    own = torch.cat(every_rows(_here(rows), comm.across))
     if not isinstance(rows, NodeTensor):
-        return own
+        return torch.cat(every_rows(rows, comm.across))
+    own = torch.cat(every_rows(rows.to_local(), comm.across))
     return wrap(own, rows.rows.of_replicas(comm.across), 0)
 
 
@@ -121,8 +121,6 @@ class Evaluation:
 
     Attributes:
         graphs: The first ones are those to train on; ``targets`` are those of the first one.
-        counts: Rows of targets, then those of each split, of each part; they tell partitions
-            apart.
         totals: Rows of each split, of all replicas.
         classifies: Is true where targets are classes.
     """
@@ -154,13 +152,10 @@ class Evaluation:
                 mask = (splits or {}).get("train", "train_mask")
                 which = f"[{k}]" if len(data) > 1 else ""
                 raise ValueError(f"data{which}.{mask} holds no labelled node{comm.place}")
-        own = [sum(len(_here(t.values)) for t in everything)]
-        own += [sum(int(_here(t.masks[s]).sum()) for t in everything) for s in SPLITS]
-        own += [sum(t.counts[s] for t in everything) for s in SPLITS]
+        own = [sum(t.counts[s] for t in everything) for s in SPLITS]
         if comm.across is not None:
             own = [sum(column) for column in zip(*comm.across.all_gather_object(own), strict=True)]
-        self.totals = dict(zip(SPLITS, own[-len(SPLITS) :], strict=True))
-        self.counts: list[list[int]] = comm.all_gather_object(own[: -len(SPLITS)])
+        self.totals = dict(zip(SPLITS, own, strict=True))
 
     def monitored(self, config: TrainConfig) -> tuple[str, bool]:
         """Returns the name of the validation value, and whether higher ones are better."""
@@ -240,11 +235,6 @@ class Evaluation:
                         "and metrics are called on every worker, with tensors of the whole graph; "
                         "nothing in them may depend on the rank (pred.to_local(), say)"
                     )
-
-
-def _here(values: Tensor) -> Tensor:
-    """Returns this worker's rows."""
-    return values.to_local() if isinstance(values, NodeTensor) else values
 
 
 def _graphs(

@@ -24,8 +24,9 @@ from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import distributed_edges, message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
 from pyg_sar.tensors import rows_at, wrap
+from pyg_sar.tensors.rows import every_rows
 from pyg_sar.train.targets import Targets
-from pyg_sar.train.wire_error import exact_rows
+from pyg_sar.train.wire_error import exact_rows, values_kept
 
 Forward = Callable[[nn.Module, Data], Tensor]
 Changed = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -36,8 +37,7 @@ def call_model(model: nn.Module, data: Data) -> Tensor:
 
     PyG's own models trim a message flow graph from layer to layer.
     """
-    out: Tensor = model(data.x, data.edge_index, **trimming(model, data))
-    return out
+    return model(data.x, data.edge_index, **trimming(model, data))
 
 
 def trimming(model: nn.Module, data: Data) -> dict[str, Any]:
@@ -131,17 +131,14 @@ def _away_from_zero(model: nn.Module) -> Iterator[None]:
 
     A layer that starts at 0 (ReZero, LayerScale, a last layer of zeros) would hide what is before.
     """
-    kept = [(p, p.detach().clone()) for p in model.parameters() if p.is_floating_point()]
-    try:
-        for k, (parameter, value) in enumerate(kept):
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    with values_kept(parameters):
+        for k, parameter in enumerate(parameters):
             draw = torch.Generator().manual_seed(k)
-            number = 0.2 * torch.rand(value.shape, generator=draw) - 0.1
-            number = (number + 0.1 * number.sign()).to(value)
-            parameter.copy_(torch.where(value.abs() < 0.1, number, value))
+            number = 0.2 * torch.rand(parameter.shape, generator=draw) - 0.1
+            number = (number + 0.1 * number.sign()).to(parameter)
+            parameter.copy_(torch.where(parameter.abs() < 0.1, number, parameter))
         yield
-    finally:
-        for parameter, value in kept:
-            parameter.copy_(value)
 
 
 def training_seeds(flow: Data, targets: Targets, target: str) -> Tensor:
@@ -171,9 +168,6 @@ def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
 
 
 # Sampled neighbours ###########################################################
-
-
-_LABEL = ("", "", "batches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +203,10 @@ class NeighborSampling:
         All draws are functions of the seed and the epoch.
         """
         nodes = distributed_edges(data).targets
-        comm, own = nodes.comm, rows_at(mask, nodes, 0)
+        own = rows_at(mask, nodes, 0)
         first = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
         numbers = keyed_numbers(nodes.ids[own], first % 2**63)
-        count = torch.tensor([numbers.numel()], device=numbers.device)
-        rest = int(comm.all_reduce(count, "max", label=_LABEL)) - numbers.numel()
-        padded = torch.cat([numbers, numbers.new_full((rest,), 2.0)])
-        everyone = torch.cat(comm.all_gather(padded, label=_LABEL)).sort().values
-        everyone = everyone[everyone < 2]
+        everyone = torch.cat(every_rows(numbers, nodes.comm)).sort().values
         batch = torch.full_like(nodes.ids, -1)
         batch[own] = torch.searchsorted(everyone, numbers) // self.batch_size
         for k in range(-(-len(everyone) // self.batch_size)):

@@ -245,11 +245,8 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     A last line that a killed run left unfinished is dropped.
     """
-    metrics: list[dict[str, Any]] = []
-    for line in read_text(Path(folder) / _METRICS).splitlines(keepends=True):
-        if line.endswith("\n"):
-            metrics.append(json.loads(line))
-    return metrics
+    lines = read_text(Path(folder) / _METRICS).splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def hosting_lines(folder: str | os.PathLike[str]) -> list[str]:

@@ -79,7 +79,7 @@ def check_same_run(
     other settings, and other weights than those of the last epoch.
     """
     state = saved.state
-    if "counts" not in state or "config" not in state:
+    if any(state.get(key) is None for key in ("config", "start", "graph", "evaluated")):
         raise CheckpointError(f"{name!r} was not saved by a Trainer")
     if state.get("restored") and state["epoch"] < now["epochs"] and not allow_changes:
         raise CheckpointError(
@@ -95,7 +95,7 @@ def check_same_run(
         for key, value in now.items()
         if key not in free and before.get(key) != value
     ]
-    if not changes and "start" in state:  # Not in older files.
+    if not changes:
         changes = list(_other_start(state["start"], start))
     changes += _one_more(state, now)
     if changes and not allow_changes:
@@ -135,54 +135,46 @@ def _other_start(before: Mapping[str, list[Any]], now: Mapping[str, list[Any]]) 
 def check_same_graph(
     name: str,
     saved: Checkpoint,
-    graph: Mapping[str, Any] | None,
-    counts: Sequence[Sequence[int]],
+    graph: Mapping[str, Any],
     *,
-    evaluated: Mapping[str, Any] | None,
+    evaluated: Mapping[str, Any],
     allow_changes: bool,
 ) -> None:
     """Compares the graphs of a trainer with those of the checkpoint ``name``.
 
-    Args:
-        graph, evaluated: The digests of this run's graph, and of those that are only evaluated.
-        counts: Rows of targets of each worker, then those of each split.
-        allow_changes: Go on with another number of parts where nothing tells the graphs apart, or
-            with other graphs that are only evaluated.
+    ``graph`` and ``evaluated`` are the digests of this run's graph, and of those that are only
+    evaluated. ``allow_changes``: go on with another number of parts where nothing tells the graphs
+    apart, or with other graphs that are only evaluated.
     """
-    before, old, size = saved.state.get("graph"), saved.state["counts"], len(counts)
-    same_size = saved.world_size == size
-    if graph is not None and before is not None:
-        other = [text for key, text in DIFFERENCES.items() if graph[key] != before[key]]
-        moved = graph["owners"] != before["owners"]
-    else:
-        moved = not same_size or old != counts
-        other = ["nodes of the workers"] if moved and same_size else []
-    if other:
+    before, parts = saved.state["graph"], counted(saved.world_size, "parts")
+    if other := _differences(before, graph):
+        raise CheckpointError(f"{name!r} belongs to another graph or other splits: other {other}")
+    other = _differences(saved.state["evaluated"], evaluated)
+    if other and not allow_changes:
         raise CheckpointError(
-            f"{name!r} belongs to another graph or other splits: its workers held "
-            f"{_shares(old)}, these hold {_shares(counts)}; other {', '.join(other)}"
+            f"{name!r} was evaluated on other graphs: other {other}; give the same as evaluate_on, "
+            "or pass allow_changes=True (--allow-changes)"
         )
-    before_evaluated = saved.state.get("evaluated")  # Not in older files.
-    if evaluated is not None and before_evaluated is not None and not allow_changes:
-        other = [t for key, t in DIFFERENCES.items() if evaluated[key] != before_evaluated[key]]
-        if other:
-            raise CheckpointError(
-                f"{name!r} was evaluated on other graphs: other {', '.join(other)}; give the same "
-                "as evaluate_on, or pass allow_changes=True (--allow-changes)"
-            )
-    if moved and (graph is None or before is None) and not allow_changes:
+    unknown = None in (graph["edge_digest"], before["edge_digest"])
+    if unknown and graph["owners"] != before["owners"] and not allow_changes:
         raise CheckpointError(
-            f"{name!r} is of {counted(saved.world_size, 'parts')}, this run has {size}, and it "
-            "can't be shown that they are of the same graph: 'data' must have an 'edge_index' "
-            "when saving and now. Start workers that host "
-            f"{counted(saved.world_size, 'parts')}, or pass allow_changes=True "
+            f"{name!r} is of {parts}, this run has {len(graph['owners'])} others, and it can't be "
+            "shown that they are of the same graph: 'data' must have an 'edge_index' when saving "
+            f"and now. Start workers that host {parts}, the same ones, or pass allow_changes=True "
             "(--allow-changes)"
         )
 
 
-def _shares(counts: Sequence[Sequence[int]]) -> str:
-    """Returns the rows and the training rows of each worker as text."""
-    return f"{[row[0] for row in counts]} nodes, {[row[1] for row in counts]} to train on"
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns in words what differs between digests of graphs, of what both know; numbers too."""
+    other = {
+        key: text
+        for key, text in DIFFERENCES.items()
+        if before[key] != now[key] and None not in (before[key], now[key])
+    }
+    for key in {"nodes", "edges"} & other.keys():
+        other[key] += f" ({before[key]}, now {now[key]})"
+    return ", ".join(other.values())
 
 
 def resume_schedulers(
@@ -208,16 +200,8 @@ def resume_schedulers(
     keys = [*_OF_SCHEDULE, *(["epochs"] if now["schedule"] == "cosine" else [])]
     before = state["config"]
     goes_on = all(before.get(key) == now[key] for key in keys)
-    if "start" in state:
-        old_start = state["start"]
-        goes_on &= [*_arguments(old_start["schedulers"])] == [*_arguments(start["schedulers"])]
-    else:  # An older file: schedules may have written momenta besides learning rates.
-        momenta = [
-            {key: first[key] for key in ("momentum", "betas") if key in first}
-            for first in start["options"]
-        ]
-        pairs = zip(momenta, state["initial_lrs"], strict=True)
-        old_start = {"options": [held | {"lr": lr} for held, lr in pairs]}
+    old_start = state["start"]
+    goes_on &= [*_arguments(old_start["schedulers"])] == [*_arguments(start["schedulers"])]
     groups = zip(
         optimizer.param_groups, options, start["options"], old_start["options"], strict=True
     )
@@ -241,7 +225,6 @@ def resume_schedulers(
 
 _CHUNK = 2**20  # edges that are hashed at a time
 
-_DIGESTS = ("node_digest", "edge_digest")
 DIFFERENCES = {
     "nodes": "number of nodes",
     "edges": "number of edges",
@@ -251,42 +234,39 @@ DIFFERENCES = {
 """Names what differs between graphs, for each value of :func:`graph_digest`."""
 
 
-def digest_of_all(graphs: Sequence[Graph], comm: Communicator) -> dict[str, Any] | None:
+def digest_of_all(graphs: Sequence[Graph], comm: Communicator) -> dict[str, Any]:
     """Returns the sums of :func:`graph_digest` over graphs, and over replicas. Collective."""
     found = [graph_digest(data, targets, comm) for data, targets, _ in graphs]
     if comm.across is not None:
         found = [one for replica in comm.across.all_gather_object(found) for one in replica]
-    known = [digest for digest in found if digest is not None]
-    if len(known) < len(found):
-        return None
 
-    def total(texts: Sequence[str]) -> str:
-        return f"{sum(int(text, 16) for text in texts) % 2**64:016x}"
+    def total(values: Sequence[Any]) -> Any:
+        if None in values:
+            return None
+        numbers = [int(value, 16) if isinstance(value, str) else value for value in values]
+        digests = any(isinstance(value, str) for value in values)
+        return f"{sum(numbers) % 2**64:016x}" if digests else sum(numbers)
 
-    return {
-        **{name: sum(digest[name] for digest in known) for name in ("nodes", "edges")},
-        **{name: total([digest[name] for digest in known]) for name in _DIGESTS},
-        "owners": [total(of_rank) for of_rank in zip(*(d["owners"] for d in known), strict=True)],
-    }
+    columns = zip(*(digest["owners"] for digest in found), strict=True)
+    sums = {name: total([digest[name] for digest in found]) for name in DIFFERENCES}
+    return {**sums, "owners": [total(of_rank) for of_rank in columns]}
 
 
-def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, Any] | None:
+def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, Any]:
     """Returns the sizes of a graph and digests of its nodes and edges. Collective.
 
-    Features are not looked at, nor are attributes of edges. ``None`` where there is no
-    ``edge_index`` between nodes of one type.
+    Features are not looked at, nor are attributes of edges.
 
     Returns:
         ``nodes`` and ``edges``, how many there are; ``node_digest`` of ids, targets and splits;
         ``edge_digest`` of the pairs of ids; ``owners``, a digest of the ids of each worker. The
-        same on all workers, and but for ``owners`` under all partitions.
+        same on all workers, and but for ``owners`` under all partitions. Those of edges are
+        ``None`` where there is no ``edge_index`` between nodes of one type.
     """
-    edges = data.get("edge_index") if isinstance(data, Data) else None
-    if not isinstance(edges, Tensor) or edges.layout != torch.strided or edges.dim() != 2:
-        return None
+    edges: Any = data.get("edge_index") if isinstance(data, Data) else None
     joined = edges.edges if isinstance(edges, NodeTensor) else None
-    if joined is not None and joined.sources is not joined.targets:
-        return None
+    one_type = joined is None or joined.sources is joined.targets
+    plain = isinstance(edges, Tensor) and edges.layout == torch.strided and edges.dim() == 2
     member = torch.zeros_like(targets.masks["train"], dtype=torch.long)
     for k, mask in enumerate(targets.masks.values()):
         member = member + (mask.long() << k)
@@ -295,11 +275,12 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
     if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
         ids, values, member = values.rows.ids, values.to_local(), member.to_local()
     node = mixed(mixed(mixed(ids) + _bits(values)) + member)
-    owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
-    pairs = edges.as_subclass(Tensor) if joined is None else joined.global_ids()
-    edge = 0
-    for source, target in zip(*(end.split(_CHUNK) for end in pairs), strict=True):
-        edge += int(mixed(mixed(source) + target).sum())
+    owned, edge = ids, 0
+    if plain and one_type:
+        owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
+        pairs = edges.as_subclass(Tensor) if joined is None else joined.global_ids()
+        for source, target in zip(*(end.split(_CHUNK) for end in pairs), strict=True):
+            edge += int(mixed(mixed(source) + target).sum())
     mine = [int(node.sum()), edge, int(mixed(owned).sum())]
     whole = isinstance(targets.values, NodeTensor), joined is not None
     columns = list(zip(*comm.all_gather_object(mine), strict=True))
@@ -307,10 +288,10 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
         sum(column) if spread else column[0] for column, spread in zip(columns, whole, strict=False)
     )
     return {
-        "nodes": data.num_nodes,
-        "edges": edges.size(1),
+        "nodes": data.num_nodes if isinstance(data, Data) else rows,
+        "edges": edges.size(1) if plain and one_type else None,
         "node_digest": f"{nodes % 2**64:016x}",
-        "edge_digest": f"{ends % 2**64:016x}",
+        "edge_digest": f"{ends % 2**64:016x}" if plain and one_type else None,
         "owners": [f"{value % 2**64:016x}" for value in columns[2]],
     }
 

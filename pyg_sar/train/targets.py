@@ -122,7 +122,8 @@ def node_labels(data: Data, name: str = "y") -> Tensor:
         raise ValueError(
             f"Expected 'data.{name}' to hold one integer class per node, shape [num_nodes] or "
             f"[num_nodes, 1] (got {labels.dtype} {list(labels.shape)}); for other targets give the "
-            "Trainer a loss, such as loss=torch.nn.BCEWithLogitsLoss()"
+            "Trainer a loss, such as loss=torch.nn.BCEWithLogitsLoss() (--loss bce; of numbers mse "
+            "or mae)"
         )
     return labels.long()
 

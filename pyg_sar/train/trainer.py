@@ -192,7 +192,7 @@ class Trainer:
         self.final: Scores | None = None
         self.best_state: dict[str, Tensor] = {}
         self._waited, self._restored = 0, False
-        self._digests: list[dict[str, Any] | None] = []
+        self._digests: list[dict[str, Any]] = []
         self.rows = Evaluation(
             graphs,
             {k: as_list(f"evaluate_on[{k!r}]", v) for k, v in (evaluate_on or {}).items()},
@@ -447,7 +447,6 @@ class Trainer:
         """
         state = {
             "config": self._settings(),
-            "counts": self.rows.counts,
             **dict(zip(("graph", "evaluated"), self._graphs(), strict=True)),
             **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
@@ -483,8 +482,7 @@ class Trainer:
         state, name, now = first.state, os.fspath(path), self._settings()
         check_same_run(name, first, now, self._start, allow_changes=allow_changes)
         graph, evaluated = self._graphs()
-        given = name, first, graph, self.rows.counts
-        check_same_graph(*given, evaluated=evaluated, allow_changes=allow_changes)
+        check_same_graph(name, first, graph, evaluated=evaluated, allow_changes=allow_changes)
         options = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
@@ -505,7 +503,7 @@ class Trainer:
     def _schedule_state(self) -> list[Any]:
         return [to_json(scheduler.state_dict()) for scheduler in self.schedulers]
 
-    def _graphs(self) -> list[dict[str, Any] | None]:
+    def _graphs(self) -> list[dict[str, Any]]:
         """Returns what tells the graphs to train on, and those that are only evaluated, from
         others; the first call is collective."""
         if not self._digests:
@@ -516,7 +514,5 @@ class Trainer:
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer: torch.optim.Optimizer = kinds[config.optimizer](
-        model.parameters(), lr=config.lr, weight_decay=config.weight_decay
-    )
-    return optimizer
+    kind: Any = kinds[config.optimizer]
+    return kind(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -91,20 +91,21 @@ def _gradients(
     for parameter in model.parameters():
         parameter.grad = None
     devices = [comm.device] if comm.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _same_buffers(model):
+    with torch.random.fork_rng(devices), values_kept(model.buffers()):
         closure()
     return [parameter.grad for parameter in model.parameters()]
 
 
 @contextmanager
-def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Gives tensors their values again afterwards."""
+    kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+            for tensor, value in kept:
+                tensor.copy_(value)
 
 
 def _compare(
