@@ -118,6 +118,13 @@ PYG_SAR_HERE void transpose(Vector<T, kLanes>* x) {
 // out[i] = the sum of the lanes of x[i], one after the other, of up to as many registers as one has lanes
 template <class T, int kLanes>
 PYG_SAR_SHARED void sum_lanes(T* out, Vector<T, kLanes>* x, int count) {
+  if (count == 1) {
+    T lanes[kLanes], sum = 0;
+    std::memcpy(lanes, x, sizeof(lanes));
+    for (int l = 0; l < kLanes; ++l) sum += lanes[l];
+    *out = sum;
+    return;
+  }
   for (int i = count; i < kLanes; ++i) x[i] = Vector<T, kLanes>{};
   transpose<T, kLanes>(x);
   Vector<T, kLanes> sums{};
