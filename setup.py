@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from setuptools.command.bdist_wheel import bdist_wheel
 
 TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run in
 NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
+HEADERS = tuple(f"torch/csrc/stable/{name}.h" for name in ("library", "ops", "tensor"))
+COMPILER = os.environ.get("CXX", "c++")
+
+
+def is_gcc() -> bool:
+    """Says if the compiler is GCC, which takes a compiled header where options agree."""
+    if shutil.which(COMPILER) is None:
+        return False
+    told = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=False)
+    return "Free Software Foundation" in told.stdout
 
 
 def options(sanitizer: str) -> tuple[list[str], list[str]]:
@@ -81,12 +92,24 @@ def libraries() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 library.unlink(missing_ok=True)  # Of an earlier build.
                 reason.parent.mkdir(parents=True, exist_ok=True)
-                compiler = os.environ.get("CXX", "c++")
-                found = shutil.which(compiler) is not None
-                text = str(error) if found else f"there is no C++ compiler {compiler!r}"
+                found = shutil.which(COMPILER) is not None
+                text = str(error) if found else f"there is no C++ compiler {COMPILER!r}"
                 reason.write_text(" ".join(text.split())[:300])
                 what = NAMES[library.stem]
                 print(f"pyg_sar: {what} could not be built, doing without: {text}")
+
+        def build_extension(self, extension: Extension) -> None:
+            # Reading PyTorch's headers is half the work of a small file: GCC does it once for all.
+            if extension.name == "pyg_sar._kernels" and is_gcc():
+                header = Path(self.build_temp).resolve() / "torch_headers.h"
+                header.parent.mkdir(parents=True, exist_ok=True)
+                header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
+                folders = [f"-I{path}" for path in extension.include_dirs]
+                options = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
+                made = ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
+                self.spawn([COMPILER, *options, *made])
+                extension.extra_compile_args += ["-include", str(header)]
+            super().build_extension(extension)
 
     class AnyPython(bdist_wheel):
         """A wheel for any Python: the libraries don't use its API."""

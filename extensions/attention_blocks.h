@@ -9,7 +9,7 @@ namespace pyg_sar::attention {
 
 // keep[e, h] = 0 where dropped, else the factor of what isn't
 template <class T>
-PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
+PYG_SAR_SHARED void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
   if (t.drop_words > 0) {
     const int64_t last = t.num_edges - 1;
     for (int64_t e = 0; e < n; ++e) {
@@ -40,6 +40,34 @@ PYG_SAR_INLINE Rows<T> with_edge(const Terms<T>& t, const Buffers<T>& b, const R
   return {b.row, 0, rows.index, 1, 0, rows.heads, rows.channels, 0};
 }
 
+// The same, or the row itself where there are no edge terms; later rows are fetched.
+template <class T>
+PYG_SAR_HERE const T* key_of(const Terms<T>& t, const Buffers<T>& b, const Rows<T>& rows, int64_t e, int64_t first) {
+  rows.ahead(e);
+  return t.features > 0 ? with_edge(t, b, rows, e, first).at(0) : rows.at(e);
+}
+
+// out[e, h] = sum over c of att[h, c] * leaky(x + key[e])[h, c]
+template <class T>
+PYG_SAR_SHARED void gatv2_scores(const Terms<T>& t, const Buffers<T>& b, const T* x, const Rows<T>& rows,
+                                 int64_t first) {
+  const T *att = t.att, slope = t.slope;
+  const auto key = [&](int64_t e) PYG_SAR_INLINED PYG_SAR_LEVEL { return key_of(t, b, rows, e, first); };
+  sum_heads<1, T>({b.score}, rows, key, [&]<class V>(V* sum, const T* row, int64_t f) PYG_SAR_INLINED PYG_SAR_LEVEL {
+    *sum += numbers<V>(att + f) * leaky_lanes<V>(numbers<V>(x + f) + numbers<V>(row + f), slope);
+  });
+}
+
+// out[e, h] = <att[h], leaky(key[e, h])>
+template <class T>
+PYG_SAR_SHARED void nested_sums(const Terms<T>& t, const Buffers<T>& b, T* out, const Rows<T>& rows, int64_t first) {
+  const T *att = t.att, slope = t.slope;
+  const auto key = [&](int64_t e) PYG_SAR_INLINED PYG_SAR_LEVEL { return key_of(t, b, rows, e, first); };
+  sum_heads<1, T>({out}, rows, key, [&]<class V>(V* sum, const T* row, int64_t f) PYG_SAR_INLINED PYG_SAR_LEVEL {
+    *sum += numbers<V>(att + f) * leaky_lanes<V>(numbers<V>(row + f), slope);
+  });
+}
+
 // b.fixed = <att, x> by head, for mixed scores
 template <class T>
 PYG_SAR_INLINE void fix_sum(const Terms<T>& t, const Buffers<T>& b, const T* att, const T* x) {
@@ -55,17 +83,9 @@ PYG_SAR_INLINE bool leaks(const Terms<T>& t) {
   return Score::kLeaks && t.slope != T(1);
 }
 
-// Where exp() may overwrite the scores: beside them where their signs are asked for later.
-template <class Score, class T>
-PYG_SAR_INLINE T* leaked(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
-  if (!leaks<Score>(t)) return b.score;
-  leak(b.leaked, b.score, t.slope, count);
-  return b.leaked;
-}
-
 // b.inner = dL/dscore before the leaky ReLU, of that behind it
 template <class Score, class T>
-PYG_SAR_INLINE void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+PYG_SAR_SHARED void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
   if (!leaks<Score>(t)) return;
   T* inner = b.inner;
   const T *before = b.score, slope = t.slope;
@@ -75,7 +95,7 @@ PYG_SAR_INLINE void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t
 
 // sums[h] += s of all edges
 template <class T>
-PYG_SAR_INLINE void sum_edges(const Terms<T>& t, const Buffers<T>& b, T* sums, T* s,
+PYG_SAR_SHARED void sum_edges(const Terms<T>& t, const Buffers<T>& b, T* sums, T* s,
                               int64_t count) {
   T* lanes = b.lanes;
   std::fill(s + count, s + padded(count), T(0));
@@ -94,7 +114,7 @@ PYG_SAR_INLINE void add_by_head(const Terms<T>& t, T* out, const T* by, const T*
 
 // out[e, h] += by * <attr[e], of[h]>, 'of' [heads, features] of each edge's target
 template <class T>
-PYG_SAR_INLINE void add_edge_products(const Terms<T>& t, T* out, T by, const T* of, int64_t e,
+PYG_SAR_SHARED void add_edge_products(const Terms<T>& t, T* out, T by, const T* of, int64_t e,
                                       int64_t first) {
   const T* attr = t.attr(first + e);
   for (int64_t h = 0; h < t.heads; ++h) {
@@ -104,7 +124,7 @@ PYG_SAR_INLINE void add_edge_products(const Terms<T>& t, T* out, T by, const T* 
 
 // acc[h, d] += sum over edges of w[e, h] * attr[e, d]
 template <class T>
-PYG_SAR_INLINE void sum_edge_attr(const Terms<T>& t, T* acc, const T* w, int64_t first, int64_t n) {
+PYG_SAR_SHARED void sum_edge_attr(const Terms<T>& t, T* acc, const T* w, int64_t first, int64_t n) {
   for (int64_t e = 0; e < n; ++e) {
     const T* attr = t.attr(first + e);
     for (int64_t h = 0; h < t.heads; ++h) {
@@ -115,7 +135,7 @@ PYG_SAR_INLINE void sum_edge_attr(const Terms<T>& t, T* acc, const T* w, int64_t
 
 // acc[h, c] += by * sum over d of summed[h, d] * edge_weight[d, h, c]
 template <class T>
-PYG_SAR_INLINE void add_edge_rows(const Terms<T>& t, T* acc, T by, const T* summed) {
+PYG_SAR_SHARED void add_edge_rows(const Terms<T>& t, T* acc, T by, const T* summed) {
   for (int64_t d = 0; d < t.features; ++d) {
     for (int64_t h = 0; h < t.heads; ++h) {
       const int64_t at = h * t.channels;
@@ -179,7 +199,7 @@ PYG_SAR_INLINE const T* att_of_own(const Terms<T>& t) {
 
 // The gradients of an edge's features and of their weight, of dL/d(edge term), [heads * channels].
 template <class T>
-PYG_SAR_INLINE void add_wide_term(const Terms<T>& t, const T* row, int64_t e, const Wanted<T>& to) {
+PYG_SAR_SHARED void add_wide_term(const Terms<T>& t, const T* row, int64_t e, const Wanted<T>& to) {
   const T* attr = t.attr(e);
   const int64_t width = t.width();
   for (int64_t d = 0; d < t.features; ++d) {

@@ -7,6 +7,15 @@
 
 #include "processors.h"
 
+// A file that is compiled for a processor says which one: by a function's attribute, and by the bytes of a
+// register. Vectors want the attribute also where they are inlined: else they are taken apart before.
+#ifndef PYG_SAR_LEVEL
+#define PYG_SAR_LEVEL
+#define PYG_SAR_REGISTER 16
+#endif
+#define PYG_SAR_HERE PYG_SAR_INLINE PYG_SAR_LEVEL
+#define PYG_SAR_SHARED static PYG_SAR_LEVEL  // by the passes of a file
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -112,7 +121,7 @@ PYG_SAR_INLINE void fill_tile_of(T* tile, const T* of, int64_t given, int64_t so
 
 // tile[l] = of[l % heads]; zeros without 'of'
 template <class T>
-PYG_SAR_INLINE void fill_tile(T* tile, const T* of, int64_t heads, int64_t length) {
+PYG_SAR_SHARED void fill_tile(T* tile, const T* of, int64_t heads, int64_t length) {
   PYG_SAR_SCALAR_HEADS(fill_tile_of, heads, (tile, of, heads, length))
 }
 
@@ -126,7 +135,7 @@ PYG_SAR_INLINE void add_lanes_of(T* sums, const T* lanes, int64_t given, int64_t
 
 // sums[h] += lanes of head h
 template <class T>
-PYG_SAR_INLINE void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t length) {
+PYG_SAR_SHARED void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t length) {
   PYG_SAR_SCALAR_HEADS(add_lanes_of, heads, (sums, lanes, heads, length))
 }
 
@@ -141,7 +150,7 @@ PYG_SAR_INLINE void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t le
   }
 
 template <class T>
-PYG_SAR_INLINE void add_tile(T* s, const T* tile, int64_t count, int64_t length) {
+PYG_SAR_SHARED void add_tile(T* s, const T* tile, int64_t count, int64_t length) {
   PYG_SAR_LANES(count, length, s[k] += tile[o];)
 }
 

@@ -32,7 +32,7 @@ struct Additive : Plain {
     fill_tile(b.fixed, own, t.heads, b.size);
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T*,
                                     const Rows<T>& rows, int64_t first) {
     const int64_t n = rows.n;
@@ -48,7 +48,7 @@ struct Additive : Plain {
     add_tile(b.score, b.fixed, n * t.heads, b.size);
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
                                  const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
     const int64_t n = rows.n, count = n * t.heads;
@@ -84,27 +84,20 @@ struct Gatv2 : Plain {
     if constexpr (!kBySource) std::fill_n(b.row3, t.width(), T(0));
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                     const Rows<T>& rows, int64_t first) {
-    if (t.features == 0) {
-      return gatv2_scores<kChannels, true>(b.score, own, rows, t.att, t.slope);
-    }
-    for (int64_t e = 0; e < rows.n; ++e) {
-      rows.ahead(e);
-      gatv2_scores<kChannels, false>(b.score + e * t.heads, own, with_edge(t, b, rows, e, first),
-                                     t.att, t.slope);
-    }
+    gatv2_scores(t, b, own, rows, first);
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                  const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
     if (kBySource && to.own == nullptr) return;
-    if (t.features == 0) return add_rows<kBySource, kChannels>(t, b, b.inner, own, rows, to);
+    if (t.features == 0) return add_rows<kBySource>(t, b, b.inner, own, rows, to);
     for (int64_t e = 0; e < rows.n; ++e) {
       const T* ds = b.inner + e * t.heads;
-      add_rows<kBySource, kChannels>(t, b, ds, own, with_edge(t, b, rows, e, first), to);
+      add_rows<kBySource>(t, b, ds, own, with_edge(t, b, rows, e, first), to);
       if constexpr (!kBySource) add_edge(t, b, ds, own, first + e, to);
     }
   }
@@ -120,13 +113,13 @@ struct Gatv2 : Plain {
     }
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add_rows(const Terms<T>& t, const Buffers<T>& b, const T* ds,
                                       const T* own, const Rows<T>& rows, const Wanted<T>& to) {
     if (kBySource || to.att == nullptr) {
-      gatv2_gradients<kChannels, false>(b.row2, b.row3, ds, own, rows, t.slope);
+      gatv2_gradients<false>(b.row2, b.row3, ds, own, rows, t.slope);
     } else {
-      gatv2_gradients<kChannels, true>(b.row2, b.row3, ds, own, rows, t.slope);
+      gatv2_gradients<true>(b.row2, b.row3, ds, own, rows, t.slope);
     }
   }
 
@@ -150,17 +143,17 @@ struct Dot : Plain {
   static constexpr Shape kShape{false, false, false, 0, Term::kInKeyAndValue, false};
   static constexpr bool kLeaks = true;
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                     const Rows<T>& rows, int64_t) {
-    inner_products<kChannels, true>(b.score, own, rows);
+    inner_products(b.score, own, rows);
     const T scale = t.scale;
     T* score = b.score;
     PYG_SAR_LANES(rows.n * t.heads, kLanes, (void)o; score[k] *= scale;)
   }
 
   // Leaves scale * dL/dscore in b.inner.
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
                                  const Rows<T>& rows, int64_t, const Wanted<T>& to) {
     if (kBySource && to.own == nullptr) return;
@@ -192,18 +185,18 @@ struct Mixed : Plain {
     std::fill_n(b.row3, t.width(), T(0));
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                     const Rows<T>& rows, int64_t) {
     const int64_t count = rows.n * t.heads;
     T *score = b.score, *sum = b.sum, *gate = b.gate;
-    two_inner_products<kChannels>(gate, sum, own, att_of_own<!kBySource>(t), rows);
+    two_inner_products(gate, sum, own, att_of_own<!kBySource>(t), rows);
     add_tile(sum, b.fixed, count, b.size);
     PYG_SAR_LANES(count, kLanes, (void)o; const T open = sigmoid(gate[k]); gate[k] = open;
                   score[k] = sum[k] * open;)
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T*,
                                  const Rows<T>& rows, int64_t, const Wanted<T>& to) {
     if (kBySource && to.own == nullptr) return;
@@ -242,29 +235,6 @@ struct Mixed : Plain {
   }
 };
 
-// out[e, h] = <att[h], leaky(rows[e, h])>
-template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
-PYG_SAR_INLINE void nested_sums_of(T* out, const Rows<T>& rows, const T* att, T slope) {
-  const int64_t heads = kHeads > 0 ? kHeads : rows.heads;
-  const int64_t channels = kChannels > 0 ? kChannels : rows.channels;
-  for (int64_t e = 0; e < rows.n; ++e) {
-    if constexpr (kFetch) rows.ahead(e, heads * channels);
-    const T* row = rows.at(e);
-    for (int64_t h = 0; h < heads; ++h) {
-      const int64_t first = h * channels;
-      T sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t f = first; f < first + channels; ++f) sum += att[f] * leaky(row[f], slope);
-      out[e * heads + h] = sum;
-    }
-  }
-}
-
-template <int64_t kChannels, bool kFetch, class T>
-PYG_SAR_INLINE void nested_sums(T* out, const Rows<T>& rows, const T* att, T slope) {
-  PYG_SAR_HEADS(nested_sums_of, (out, rows, att, slope), kChannels, kFetch)
-}
-
 // leaky(<att, leaky(key + edge term)> + query)
 struct Nested : Plain {
   static constexpr Kind kKind = kNested;
@@ -277,7 +247,7 @@ struct Nested : Plain {
     if (t.features > 0) return;
     const int32_t first = 0;
     const Rows<T> key{own, 0, &first, 1, 0, t.heads, t.channels, 0};
-    nested_sums<0, false>(b.heads, key, t.att, t.slope);
+    nested_sums(t, b, b.heads, key, 0);
     fill_tile(b.fixed, static_cast<const T*>(b.heads), t.heads, b.size);
   }
 
@@ -286,29 +256,23 @@ struct Nested : Plain {
     kBySource ? std::fill_n(b.heads, t.heads, T(0)) : std::fill_n(b.row3, t.width(), T(0));
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void scores(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                     const Rows<T>& rows, int64_t first) {
     const int64_t n = rows.n, count = n * t.heads;
-    T *score = b.score, *sums = kBySource ? b.leaked : b.score;
-    if (t.features > 0) {
-      const Rows<T> keys = kBySource ? repeated(t, own, rows) : rows;
-      for (int64_t e = 0; e < n; ++e) {
-        keys.ahead(e);
-        nested_sums<kChannels, false>(sums + e * t.heads, with_edge(t, b, keys, e, first), t.att,
-                                      t.slope);
-      }
-      if constexpr (kBySource) {
-        PYG_SAR_LANES(count, kLanes, (void)o; score[k] += sums[k];)
-        return;
-      }
-    } else if constexpr (!kBySource) {
-      nested_sums<kChannels, true>(score, rows, t.att, t.slope);
+    T* score = b.score;
+    if constexpr (!kBySource) {
+      nested_sums(t, b, score, rows, first);
+    } else if (t.features > 0) {
+      T* sums = b.leaked;
+      nested_sums(t, b, sums, repeated(t, own, rows), first);
+      PYG_SAR_LANES(count, kLanes, (void)o; score[k] += sums[k];)
+      return;
     }
     add_tile(score, b.fixed, count, b.size);
   }
 
-  template <bool kBySource, int64_t kChannels, class T>
+  template <bool kBySource, class T>
   PYG_SAR_INLINE static void add(const Terms<T>& t, const Buffers<T>& b, const T* own,
                                  const Rows<T>& rows, int64_t first, const Wanted<T>& to) {
     if (kBySource && to.own == nullptr) return;

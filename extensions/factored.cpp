@@ -73,8 +73,8 @@ struct Factors {
     float both[kTargets * 2 * kHeads], old[kTargets * kHeads], top[kTargets * kHeads];
   };
 
-  PYG_SAR_INLINE_512 void of_targets(Of& out, const float* maximum, int64_t first,
-                                     int64_t n) const {
+  PYG_SAR_512 __attribute__((noinline)) void of_targets(Of& out, const float* maximum, int64_t first,
+                                                        int64_t n) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     float query[kTargets * kHeads] = {}, small[kTargets * kHeads], shift[kTargets * kHeads] = {};
     for (int64_t r = 0; r < n; ++r) {
@@ -100,27 +100,32 @@ struct Factors {
   }
 };
 
-// Rows of kVectors vectors of kLanes; the last begins where a whole one fits. kCrosses: a row may
-// lie in one line more than there are vectors.
-template <int kHeads, int kVectors, int kLanes, bool kCrosses>
+// Where the vectors of a row begin, of which the last begins where a whole one fits, and the head of each lane.
+void place_vectors(int64_t* place, Places* head, int64_t vectors, int64_t lanes, const Terms<float>& t) {
+  for (int64_t v = 0; v < vectors; ++v) {
+    place[v] = v + 1 < vectors ? v * lanes : t.width() - lanes;
+    int32_t heads[kFull];
+    for (int l = 0; l < kFull; ++l) heads[l] = static_cast<int32_t>((place[v] + l % lanes) / t.channels);
+    std::memcpy(&head[v], heads, sizeof(heads));
+  }
+}
+
+// Rows of kVectors vectors of kLanes.
+template <int kHeads, int kVectors, int kLanes>
 struct FactoredForward {
   const Terms<float>& t;
   const Factors<kHeads>& factors;
   const float* pairs;
   float *acc, *maximum, *normaliser;
+  int64_t last_line;  // of a row, where it may lie in one more than there are vectors
   int64_t place[kVectors];
-  Places head[kVectors];  // of each lane
+  Places head[kVectors];
 
   FactoredForward(const Factors<kHeads>& of, const float* keys, const State& state)
       : t(of.t), factors(of), pairs(keys), acc(state.acc), maximum(state.maximum),
-        normaliser(state.normaliser) {
-    PYG_SAR_UNROLLED
-    for (int v = 0; v < kVectors; ++v) {
-      place[v] = v + 1 < kVectors ? v * kLanes : t.width() - kLanes;
-      for (int l = 0; l < kFull; ++l) {
-        head[v][l] = static_cast<int32_t>((place[v] + l % kLanes) / t.channels);
-      }
-    }
+        normaliser(state.normaliser),
+        last_line(crosses_lines(t.value.data, t.value.stride, t.width()) ? t.width() - 1 : 0) {
+    place_vectors(place, head, kVectors, kLanes, t);
   }
 
   PYG_SAR_INLINE_512 void operator()(int64_t chunk) const {
@@ -147,7 +152,7 @@ struct FactoredForward {
       const float* next = t.value.data + later * t.value.stride;
       PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) __builtin_prefetch(next + v * kLanes);
-      if constexpr (kCrosses) __builtin_prefetch(next + t.width() - 1);
+      if (last_line != 0) __builtin_prefetch(next + last_line);
       __builtin_prefetch(pairs + later * 2 * kHeads);
       const int64_t j = t.source[e];
       const float* row = t.value.data + j * t.value.stride;
@@ -201,18 +206,10 @@ PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, float* most
   return factors.of_keys(out, most, first, last);
 }
 
-template <int kHeads, int kVectors, int kLanes, bool kCrosses>
-void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
-  const FactoredForward<kHeads, kVectors, kLanes, kCrosses> pass(factors, pairs, state);
-  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
-}
-
 template <int kHeads, int kVectors, int kLanes = kFull>
 void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
-  const Terms<float>& t = factors.t;
-  crosses_lines(t.value.data, t.value.stride, t.width())
-      ? run<kHeads, kVectors, kLanes, true>(factors, pairs, state)
-      : run<kHeads, kVectors, kLanes, false>(factors, pairs, state);
+  const FactoredForward<kHeads, kVectors, kLanes> pass(factors, pairs, state);
+  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
 }
 
 template <int kHeads>

@@ -58,17 +58,24 @@ PYG_SAR_INLINE void load(Vector<float, kLanes>& to, const BFloat16* from) {
   std::memcpy(&to, &bits, sizeof(to));
 }
 
+// to[k] += from[k] for k in [first, last).
+template <class Row>
+PYG_SAR_INLINE void add_between(Row* to, const Wide<Row>* from, int first, int last) {
+  for (int k = first; k < last; ++k) to[k] = static_cast<Row>(static_cast<Wide<Row>>(to[k]) + from[k]);
+}
+template <class Row>
+__attribute__((noinline)) void add_last(Row* to, const Wide<Row>* from, int first, int last) {
+  add_between(to, from, first, last);
+}
+
 // to[k] += from[k] for the lanes from `first` on.
 template <int kLanes, class Row>
 PYG_SAR_INLINE void add_to(Row* to, const Vector<Wide<Row>, kLanes>& from, int first) {
-  using Acc = Wide<Row>;
-  Acc lanes[kLanes];
+  Wide<Row> lanes[kLanes];
   std::memcpy(lanes, &from, sizeof(from));
-  if (first == 0) {  // a whole vector
-    for (int k = 0; k < kLanes; ++k) to[k] = static_cast<Row>(static_cast<Acc>(to[k]) + lanes[k]);
-    return;
-  }
-  for (int k = first; k < kLanes; ++k) to[k] = static_cast<Row>(static_cast<Acc>(to[k]) + lanes[k]);
+  if (first == 0) return add_between(to, lanes, 0, kLanes);  // a whole vector
+  // Once, not for each tile, where that is long.
+  kLanes >= 8 ? add_last(to, lanes, first, kLanes) : add_between(to, lanes, first, kLanes);
 }
 
 }  // namespace pyg_sar

@@ -31,6 +31,10 @@ struct Rows {
     return base + static_cast<int64_t>(index[e]) * stride;
   }
   PYG_SAR_INLINE void ahead(int64_t e) const { ahead(e, heads * channels); }
+  PYG_SAR_INLINE const T* fetched(int64_t e) const {
+    ahead(e);
+    return at(e);
+  }
   PYG_SAR_INLINE void ahead(int64_t e, int64_t values) const {
     if (e + distance < left) fetch(at(e + distance), values);
   }

@@ -1,0 +1,11 @@
+// The passes of attention in float32, for AVX2 and for processors of another kind.
+
+#include "processors.h"
+
+#ifdef PYG_SAR_LEVELS
+#define PYG_SAR_LEVEL __attribute__((target("avx2,fma,bmi2")))
+#define PYG_SAR_REGISTER 32
+#endif
+#include "attention_level.h"
+
+PYG_SAR_PASSES(float)
