@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -260,7 +260,9 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor], p: float | Non
 def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
     as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
-    lies = _order_in_memory(func, torch.empty_like(source)) if as_it_lies else None
+    lies = (
+        _order_in_memory(func, cast(NodeTensor, torch.empty_like(source))) if as_it_lies else None
+    )
     draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
     drawn = _own_of(source, draw) if lies is None else _own_as(source, draw, lies)
     return wrap(drawn, source.rows, source.axis)
