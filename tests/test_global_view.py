@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import some
+from oracle import parts
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
@@ -668,3 +669,23 @@ def test_static_graphs(roots: Callable[[int], str]) -> None:
     for found in pyg_sar.launch(static_work, 2, roots(2)):
         for name in STATIC:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
+
+
+def test_a_matrix_by_columns_stays_one(tmp_path: Path) -> None:
+    """As Pandas gives it; dropout of it draws in this order, where the graph comes from files or
+    from memory."""
+    data = make_graph()
+    data.x = data.x.t().contiguous().t()
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts")
+
+    def dropped(given: Any) -> list[Any]:
+        torch.manual_seed(3)
+        return [given.x.stride(), whole(F.dropout(given.x, 0.5), "test")]
+
+    def work() -> list[Any]:
+        scattered = pyg_sar.scatter(data, "random", seed=0)
+        return [*dropped(pyg_sar.load_partition(tmp_path / "parts")), *dropped(scattered)]
+
+    for found in parts(work, 2):
+        assert found[0] == found[2] == data.x.stride()
+        assert torch.equal(found[1], dropped(data)[1]) and torch.equal(found[3], found[1])

@@ -121,8 +121,9 @@ class Attribute:
             for a sparse matrix without values.
         shape: The shape in the whole graph.
         dim: The dimension that nodes or edges run along.
-        form: The type to decode to: ``'tensor'``, ``'numpy'``, ``'list'``, ``'tuple'``,
-            ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
+        form: The type to decode to: ``'tensor'``, ``'column_major'`` (a matrix whose columns lie
+            one after another in memory, as Pandas gives them), ``'numpy'``, ``'list'``,
+            ``'tuple'``, ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
             ``'coded'`` (JSON of :mod:`pyg_sar.files`).
     """
 
@@ -273,13 +274,16 @@ def _unstore(value: Tensor, dtype_name: str) -> Tensor:
 
 
 def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -> Column:
-    form = "numpy" if isinstance(value, np.ndarray) else "tensor"
+    form = "tensor"
     if isinstance(value, np.ndarray):
+        form = "numpy"
         if value.dtype.kind == "U" and value.ndim == 1 and level != "graph":
             return _encode_strings(value.tolist(), level, form)
         tensor = torch.from_numpy(value)
     else:  # PyG's Index and EdgeIndex have as_tensor().
         tensor = value.as_tensor() if hasattr(value, "as_tensor") else value
+        if tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous():
+            form = "column_major"
     if name in MASKS and tensor.dtype != torch.bool:
         raise TypeError(f"a mask is bool, this is {tensor.dtype}: call .bool()")
     dim = tensor.dim() - 1 if level != "graph" and ("index" in name or name == "face") else 0
@@ -400,7 +404,7 @@ def decode(attribute: Attribute, tensors: dict[str, Tensor], value: Any = None) 
         return tensor.numpy()
     if attribute.form in ("list", "tuple"):
         return tensor.tolist() if attribute.form == "list" else tuple(tensor.tolist())
-    return tensor
+    return tensor.t().contiguous().t() if attribute.form == "column_major" else tensor
 
 
 def _decode_sparse(attribute: Attribute, tensors: dict[str, Tensor]) -> Any:

@@ -135,7 +135,8 @@ def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTens
     """Returns an attribute's rows of this worker as a dense tensor of the whole graph."""
     if isinstance(value, Tensor):
         value = value if value.layout == torch.strided else value.to_dense()
-        return wrap(value.to(rows.ids.device), rows, attribute.dim)
+        found = wrap(value.to(rows.ids.device), rows, attribute.dim)
+        return found.strided((1, found.size(0))) if attribute.form == "column_major" else found
     raise PartitionError(
         f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
         f"a tensor of the whole graph (rank {rows.comm.rank}): make it a tensor "

@@ -166,7 +166,7 @@ class Fields:
 METADATA = "metadata.json"
 
 _FORMS = {
-    "dense": ("tensor", "numpy", "list", "tuple"),
+    "dense": ("tensor", "column_major", "numpy", "list", "tuple"),
     "csr": ("sparse_coo", "sparse_csr", "sparse_csc", "SparseTensor"),
     "strings": ("list", "tuple", "numpy"),
     "json": ("json", "tuple", "coded"),
@@ -539,8 +539,8 @@ def _attribute(fields: Fields, counts: dict[str, int]) -> Attribute:
     found = Attribute(**fields.read(ATTRIBUTE, levels=(*counts, "graph")))
     level, layout = found.level, found.layout
     dims = {"csr": 2, "strings": 1, "json": 0}.get(layout, len(found.shape))
-    if found.form in ("list", "tuple") and layout == "dense":
-        dims = 1
+    if layout == "dense":
+        dims = {"list": 1, "tuple": 1, "column_major": 2}.get(found.form, dims)
     if len(found.shape) != dims:
         raise fields.wrong("shape", f"that of a {found.form} ({layout})", found.shape)
     by_rows = layout in ("csr", "strings")
