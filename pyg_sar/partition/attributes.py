@@ -123,8 +123,8 @@ class Attribute:
         dim: The dimension that nodes or edges run along.
         form: The type to decode to: ``'tensor'``, ``'column_major'`` (a matrix whose columns lie
             one after another in memory, as Pandas gives them), ``'numpy'``, ``'list'``,
-            ``'tuple'``, ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
-            ``'coded'`` (JSON of :mod:`pyg_sar.files`).
+            ``'tuple'``, ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``,
+            ``'json'``, ``'coded'`` (JSON of :mod:`pyg_sar.files`).
     """
 
     level: str
