@@ -105,9 +105,9 @@ def libraries() -> dict[str, Any]:
                 header.parent.mkdir(parents=True, exist_ok=True)
                 header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
                 folders = [f"-I{path}" for path in extension.include_dirs]
-                options = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
+                flags = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
                 made = ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
-                self.spawn([COMPILER, *options, *made])
+                self.spawn([COMPILER, *flags, *made])
                 extension.extra_compile_args += ["-include", str(header)]
             super().build_extension(extension)
 

@@ -855,3 +855,32 @@ def test_reductions_of_integers_have_the_dtype_or_error_of_torch() -> None:
         for one, other in zip(worker, expected, strict=True):
             assert one == other if isinstance(other, str) else one.dtype == other.dtype
             torch.testing.assert_close(one, other) if isinstance(other, Tensor) else None
+
+
+TORCH_REFUSES: dict[str, Callable[[Tensor], Any]] = {
+    "no probability": lambda x: F.binary_cross_entropy(x * 9 + 2, x * 0),
+    "no target": lambda x: F.binary_cross_entropy(x * 0, x * 9 + 2),
+    "two dtypes": lambda x: F.binary_cross_entropy(x * 0, x.float() * 0),
+    "negative": lambda x: F.smooth_l1_loss(x, x, beta=-1.0),
+    "softmax of integers": lambda x: x.long().softmax(0),
+    "loss of integers": lambda x: F.mse_loss(x.long(), x.long()),
+}
+
+
+def test_what_torch_refuses_is_refused() -> None:
+    """With its own error, though PyTorch's decompositions would give numbers."""
+
+    def problems(x: Tensor) -> list[str]:
+        found = []
+        for call in TORCH_REFUSES.values():
+            with pytest.raises(RuntimeError) as error:
+                call(x)
+            found.append(str(error.value))
+        return found
+
+    def work() -> list[str]:
+        rows = _layout()
+        return problems(wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0))
+
+    expected = problems(torch.zeros(N, 6, dtype=DOUBLE))
+    assert parts(work, 2) == [expected] * 2

@@ -16,6 +16,7 @@ from pyg_sar.tensors.node_tensor import (
     as_it_is,
     by_decomposition,
     by_gathering,
+    mapped,
     method,
     node_tensors,
     rule,
@@ -24,10 +25,12 @@ from pyg_sar.tensors.node_tensor import (
 from pyg_sar.tensors.operands import (
     arguments,
     as_kind,
+    beside,
     called,
     extreme,
     identity,
     own,
+    place,
     summed,
     widened,
     wrap,
@@ -336,7 +339,7 @@ def _decomposed(func: Any, args: Any, kwargs: Any) -> Any:
     """Along the rows, or all axes, made of other reductions."""
     source, dim = args[0], arguments(func, args, kwargs)["dim"]
     along_rows = source.numel() and (dim is None or dim % source.dim() == source.axis)
-    return (by_decomposition if along_rows else _along)(func, args, kwargs)
+    return (_asked_first if along_rows else _along)(func, args, kwargs)
 
 
 @rule("argmax", "argmin")
@@ -532,11 +535,30 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 # Losses #######################################################################
 
 
+@rule(
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "logsumexp"),
+    "binary_cross_entropy_with_logits",
+)
+def _asked_first(func: Any, args: Any, kwargs: Any) -> Any:
+    """Decomposed, but for PyTorch's own error, which it is asked for by a few numbers."""
+    few = lambda t: torch.ones([2] * t.dim(), dtype=t.dtype, device=t.device)  # noqa: E731
+    func(*mapped(few, args), **mapped(few, kwargs))
+    return by_decomposition(func, args, kwargs)
+
+
+@rule("binary_cross_entropy")
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    """PyTorch's kernel refuses probabilities beyond 0 and 1, of which each worker has its own."""
+    tensors = args[:2]
+    rows, axis = place(node_tensors(tensors))
+    func(*(beside(func, t, rows, axis, tensors) for t in tensors), None, 0)
+    return _asked_first(func, args, kwargs)
+
+
 rule(
-    *("mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
     *("mse_loss_backward", "binary_cross_entropy_backward", "smooth_l1_loss_backward"),
-    *("huber_loss_backward", "soft_margin_loss_backward", "binary_cross_entropy_with_logits"),
-    *("_softmax_backward_data", "_log_softmax_backward_data", "glu_backward", "logsumexp"),
+    *("huber_loss_backward", "soft_margin_loss_backward", "glu_backward"),
+    *("_softmax_backward_data", "_log_softmax_backward_data"),
 )(by_decomposition)
 
 
