@@ -112,6 +112,25 @@ def test_a_first_call_runs_the_message_on_made_up_edges_twice(root: Path, dropou
         assert first[2:] == second == backward and sum(first[:2]) < 100, first
 
 
+def modes_entered(root: Path) -> list[int]:
+    """How often draws are watched for, in the first call and in a later one, both ways."""
+    data, calls = pyg_sar.load_partition(root), benchmark("calls")
+    policy = pyg_sar.SARPolicy(message_budget=2000)  # many tiles
+    layer = pyg_sar.distribute(Counting(0.0, int), policy)
+    found = []
+    for _ in range(2):
+        x = data.x.clone().requires_grad_()
+        entered = calls.entered(lambda: layer(x, data.edge_index).sum().backward())  # noqa: B023
+        watching = [n for (file, *_), n in entered.items() if file.endswith("_draws.py")]
+        found.append((sum(watching), sum(entered.values())))
+    return found
+
+
+def test_a_layer_that_was_seen_to_draw_nothing_is_not_watched(root: Path) -> None:
+    for first, later in workers(modes_entered, 3, root):
+        assert later[0] < first[0] / 2, (first, later)
+
+
 # What is decided once ########################################################
 
 

@@ -430,6 +430,28 @@ def test_refused(case, parts):
         host(refused, 2, parts / "2", model, policy)
 
 
+def late(root, backward, policy):
+    """Draws from the second call on, or in the second backward pass only."""
+    data, begun = pyg_sar.load_partition(root), []
+    draw = lambda layer, x: x * F.dropout(x, 0.5) if begun else x * x  # noqa: E731
+    layer = pyg_sar.distribute(Drawing(draw).double(), policy)
+    x = data.x.clone().requires_grad_()
+    layer(x, data.edge_index).sum().backward()
+    if not backward:
+        begun.append(True)
+    out = layer(x, data.edge_index)
+    begun.append(True)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("strength", ["same", "keyed"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_draws_later_is_refused(strength, backward, parts):
+    policy = SARPolicy(random=strength, mode=1, kernels="off", message_budget=4000)
+    with pytest.raises(WorkerError, match="draws random numbers now, and did not"):
+        host(late, 2, parts / "2", backward, policy)
+
+
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_model_draws_as_one_process(case, parts):
     model = RIGHT[case].double()

@@ -16,7 +16,7 @@ What isn't one row per edge, or comes of a function that is not known here, is r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
@@ -37,6 +37,15 @@ from pyg_sar.wording import counted
 Strength = Literal["same", "keyed"]
 
 _AGREE = ("", "", "agreement")
+_NOT_SILENT = (
+    "draws random numbers now, and did not when it was first called in this way, though nothing "
+    "among its attributes tells"
+)
+_NOT_KNOWN = (
+    "draws random numbers by a function that is not known to draw a row for each edge. Known: "
+    "F.dropout, torch.rand_like, torch.randn_like, and bernoulli_(p), uniform_, normal_ and "
+    "exponential_ of a tensor with a row per edge"
+)
 
 
 def check_alike(comm: Communicator, mark: int, title: str, strength: str) -> None:
@@ -176,10 +185,7 @@ class EdgeDraws:
 
     def _known(self) -> EdgeNumbers:
         if self._numbers is None and self._silent:
-            raise self._refusal(
-                "draws random numbers now, and did not when it was first called in this way, "
-                "though nothing among its attributes tells"
-            )
+            raise self._refusal(_NOT_SILENT)
         if self._numbers is None:
             raise self._refusal(
                 "draws random numbers for edges of which it isn't known where they stand in one "
@@ -210,15 +216,12 @@ class EdgeDraws:
         before = generator_mark(self._device)
         if before != self._mark and not self._settled:
             raise self._refusal("draws random numbers that are not its edges'")
-        with _EdgeDrawing(self, columns, count, padding):
+        # A mode costs each operator of each tile some time.
+        with nullcontext() if self._silent else _EdgeDrawing(self, columns, count, padding):
             yield
         after = generator_mark(self._device)
         if after != (before if self._settled else self._mark):
-            raise self._refusal(
-                "draws random numbers by a function that is not known to draw a row for each edge. "
-                "Known: F.dropout, torch.rand_like, torch.randn_like, and bernoulli_(p), "
-                "uniform_, normal_ and exponential_ of a tensor with a row per edge"
-            )
+            raise self._refusal(_NOT_SILENT if self._silent else _NOT_KNOWN)
 
     def kept(self, p: float, heads: int, dtype: torch.dtype) -> Tensor:
         """Draws dropout of a weight of each edge and head; returns which are kept, as bits.

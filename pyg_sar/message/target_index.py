@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.distributed_index import METADATA, RESHAPE, builtin, name_of
+from pyg_sar.tensors.nested import mapped, tensors_in
 
 
 class NeedsAllEdges(DistributedIndexError):
@@ -116,8 +116,8 @@ class TargetIndex(Tensor):
             source = args[0]
             args = (_plain(source), *[_plain(a) for a in args[1:]])
             return target_index(func(*args, **kwargs), source)
-        own = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls))
-        plain = lambda: func(*tree_map(_plain, args), **tree_map(_plain, kwargs))  # noqa: E731
+        own = next(a for a in tensors_in(args, kwargs) if isinstance(a, cls))
+        plain = lambda: func(*mapped(_plain, args), **mapped(_plain, kwargs))  # noqa: E731
         try:
             if func in _READ and not isinstance(args[0], cls):
                 return _read(func, args, kwargs)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.comm.group import Communicator
@@ -85,12 +86,15 @@ class ModelDraws(Drawing):
     @contextmanager
     def away(self) -> Iterator[None]:
         """Lets what is drawn meanwhile alone: layers see to their own draws."""
-        with self._known_draws():
+        with self._known_draws(), _pop_mode_temporarily() if self._on_top() else nullcontext():
             self._away += 1
             try:
                 yield
             finally:
                 self._away -= 1
+
+    def _on_top(self) -> bool:
+        return _get_current_function_mode() is self
 
     @contextmanager
     def _known_draws(self) -> Iterator[None]:
