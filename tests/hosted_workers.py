@@ -32,7 +32,9 @@ OTHER_FILES = {
     "test_init": "is about the start",
     "test_launch": "is about the start",
     "test_local_peers": "is about shared memory",
+    "test_replicate": "says itself how many parts a replica's workers host",
     "test_shared_memory": "is about shared memory",
+    "test_stale": "hosted parts refuse SARPolicy(refresh_every=...)",
 }
 HALO = "all of a part's halo is resident at once, not one shard"
 COVER = "hosted parts take no cover: no states are pushed, and rows come, or all slots"
@@ -42,6 +44,7 @@ NOT_OF_PARTS = {
     "test_a_narrow_wire_needs_no_more_rows": HALO,
     "test_a_row_source_over_a_file": "its source has a unit for each owner",
     "test_a_steady_call_runs_little_python": "counts the functions of the backends",
+    "test_a_worker_that_computes_keeps_the_others_waiting": "a part waits for its turn",
     "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
     "test_as_many_rows_as_the_matching_says": COVER,
     "test_bytes_and_resident_rows": HALO,
