@@ -169,6 +169,51 @@ def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     return source
 
 
+@rule("as_strided")
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """A part, which autograd asks of the gradient of a plain tensor where a part was written."""
+    source, sizes, steps, *given = args
+    cuts = _cuts(source, sizes, steps, given[0] or 0 if given else 0)
+    out = None if cuts is None or source.origin or source._is_view() else _part(source, cuts)
+    if not isinstance(out, NodeTensor):  # What is written into a row, or into rows of all, is lost.
+        why = (
+            "is no part with a row of each worker. Where you write into a part of a plain tensor, "
+            "make it one of the graph: x.new_zeros(x.size(0), 8) in place of torch.zeros(N, 8)"
+        )
+        raise refusal(func, why, source)
+    return out
+
+
+def _part(source: NodeTensor, cuts: Sequence[int | slice]) -> Tensor:
+    out = wrap(source.local, source.rows, source.axis)
+    for dim, cut in reversed(list(enumerate(cuts))):
+        if isinstance(cut, int):
+            out = _select(torch.ops.aten.select.int, (out, dim, cut), {})
+        elif cut != slice(0, source.size(dim), 1):
+            out = _slice(torch.ops.aten.slice.Tensor, (out, dim, cut.start, cut.stop, cut.step), {})
+    return out
+
+
+def _cuts(
+    source: NodeTensor, sizes: Sequence[int], steps: Sequence[int], offset: int
+) -> list[int | slice] | None:
+    """Returns which part of each axis lies at these places of memory; ``None``: no such part."""
+    cuts: list[int | slice] = [0] * source.dim()
+    starts, own = cuts[:], source.stride()
+    for dim in sorted(range(source.dim()), key=lambda d: -own[d]):
+        starts[dim], offset = divmod(offset, own[dim]) if own[dim] else (0, offset)
+    left = list(zip(sizes, steps, strict=True))
+    for dim, start in enumerate(starts):
+        step, odd = divmod(left[0][1], own[dim]) if left and own[dim] else (0, 1)
+        cuts[dim] = start
+        if not odd and step:
+            cuts[dim] = slice(start, start + step * (left.pop(0)[0] - 1) + 1, step)
+    places = [c.stop - 1 if isinstance(c, slice) else c for c in cuts]
+    inside = all(place < n for place, n in zip(places, source.shape, strict=True))
+    whole_rows = isinstance(cuts[source.axis], slice) and source.is_contiguous()
+    return cuts if inside and whole_rows and not left and not offset else None
+
+
 @rule("select")
 def _select(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, number = args
