@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import both, error, parts, whole
 from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import scatter
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
@@ -122,4 +125,28 @@ def _of_a_row(x: Tensor) -> list[Tensor | None]:
 def test_a_row_that_is_a_leaf() -> None:
     expected = _of_a_row(X)
     for found in parts(lambda: _of_a_row(_graph()), 3):
+        assert max(map(error, found, expected)) < 1e-10
+
+
+def _block_matrix(x: Tensor, row: Tensor, col: Tensor) -> list[Tensor | None]:
+    """A product with a matrix of two rows per node, whose values are of nodes and of edges."""
+    leaf = x.clone().requires_grad_()
+    count = x.size(0)
+    places = torch.arange(2 * count).expand(2, -1)
+    index = torch.cat([torch.stack([2 * row, 2 * col + 1]), places, places.flip(1)], 1)
+    of_nodes = torch.cat([leaf[:, :2].reshape(-1), leaf[:, 2:4].sin().reshape(-1)])
+    values = torch.cat([(leaf[row] * leaf[col]).sum(1), of_nodes])
+    blocks = leaf.view(2 * count, -1)[index[1]] * values[:, None]
+    out = scatter(blocks, index[0], 0, 2 * count).view(count, -1)
+    (out.sin() * x).sum().backward()
+    return [whole(out.detach()), whole(leaf.grad)]
+
+
+def test_gradients_of_what_was_joined_are_viewed(graph: Data, root: Path) -> None:
+    def work() -> list[Tensor | None]:
+        data = pyg_sar.load_partition(root)
+        return _block_matrix(data.x, *data.edge_index)
+
+    expected = _block_matrix(graph.x, *graph.edge_index)
+    for found in parts(work, 3):
         assert max(map(error, found, expected)) < 1e-10

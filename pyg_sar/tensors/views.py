@@ -74,7 +74,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     found = _new_rows(source.rows, source.axis, source.shape, shape)
     if found is None:
         flat = len(shape) == 1 or not source.numel()
-        if flat or source.rows.total == 1:
+        passes_back = torch._C._current_graph_task_id() != -1  # What was viewed isn't known there.
+        if flat or passes_back or source.rows.total == 1:
             gathered = whole(source, "reshape()")
             return gathered.reshape(shape)
         raise refusal(func, f"to {list(shape)} would not keep rows together", source)
