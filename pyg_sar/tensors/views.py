@@ -199,14 +199,13 @@ def _cuts(
     source: NodeTensor, sizes: Sequence[int], steps: Sequence[int], offset: int
 ) -> list[int | slice] | None:
     """Returns which part of each axis lies at these places of memory; ``None``: no such part."""
-    cuts: list[int | slice] = [0] * source.dim()
-    starts, own = cuts[:], source.stride()
+    starts, own = [0] * source.dim(), source.stride()
     for dim in sorted(range(source.dim()), key=lambda d: -own[d]):
         starts[dim], offset = divmod(offset, own[dim]) if own[dim] else (0, offset)
+    cuts: list[int | slice] = list(starts)
     left = list(zip(sizes, steps, strict=True))
     for dim, start in enumerate(starts):
         step, odd = divmod(left[0][1], own[dim]) if left and own[dim] else (0, 1)
-        cuts[dim] = start
         if not odd and step:
             cuts[dim] = slice(start, start + step * (left.pop(0)[0] - 1) + 1, step)
     places = [c.stop - 1 if isinstance(c, slice) else c for c in cuts]
