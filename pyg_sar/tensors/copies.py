@@ -163,10 +163,6 @@ PASSES_BACK = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _NAMES = {func: tuple(signature(func).parameters) for func in PASSES_BACK}
 
 
-def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    return {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
-
-
 def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
     """Backward passes, with which all tensors of subclasses stay what they are.
 
@@ -177,7 +173,7 @@ def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.backward:
         func, kwargs = torch.autograd.backward, {**kwargs, "grad_tensors": kwargs["gradient"]}
         del kwargs["gradient"]
-    kwargs = _by_name(func, args, kwargs)
+    kwargs = {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
     ends = "tensors" if func is torch.autograd.backward else "outputs"
     given = tensors_in(kwargs[ends], kwargs.get("inputs"))
     if not all(tensor.requires_grad for tensor in given):
