@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,9 @@ class RowCopy(Tensor):
         kwargs = kwargs or {}
         if func in PASSES_BACK:
             return pass_back(func, args, kwargs)
+        if func is Tensor.view_as and _finds_leaf(*args, **kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__") and name not in _OF_ITSELF
         writes = writes or name in _IN_PLACE or kwargs.get("inplace") is True
@@ -107,6 +111,11 @@ class RowCopy(Tensor):
         if isinstance(out, np.ndarray) and copies:
             out.flags.writeable = False  # In one process it would be written into the tensor, too.
         return mapped(lambda t: _view_of(copies, t), out)
+
+
+def _finds_leaf(tensor: Tensor, other: Tensor) -> bool:
+    """Returns whether a leaf is viewed as itself: so PyTorch asks where its gradient ends."""
+    return tensor is other and tensor.requires_grad and tensor.is_leaf
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -151,6 +160,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 # Functions that autograd doesn't see ##########################################
 
 PASSES_BACK = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_NAMES = {func: tuple(signature(func).parameters) for func in PASSES_BACK}
 
 
 def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
@@ -163,18 +173,20 @@ def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.backward:
         func, kwargs = torch.autograd.backward, {**kwargs, "grad_tensors": kwargs["gradient"]}
         del kwargs["gradient"]
-    given = tensors_in(args, kwargs.get("inputs"))
+    kwargs = {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
+    ends = "tensors" if func is torch.autograd.backward else "outputs"
+    given = tensors_in(kwargs[ends], kwargs.get("inputs"))
     if not all(tensor.requires_grad for tensor in given):
         with torch._C.DisableTorchFunctionSubclass():  # It says so.
-            return func(*args, **kwargs)
+            return func(**kwargs)
     inputs = kwargs.get("inputs")
     fills = kwargs.get("materialize_grads") and kwargs.get("allow_unused") is not False
     if fills:  # PyTorch fills in zeros for tensors, not for edges.
-        inputs = args[1] if inputs is None else inputs
         kwargs = {**kwargs, "materialize_grads": False, "allow_unused": True}
-    if kwargs.get("inputs") is not None:
-        kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
-    found = func(*mapped(get_gradient_edge, args), **kwargs)
+    kwargs[ends] = mapped(get_gradient_edge, kwargs[ends])
+    if inputs is not None:
+        kwargs["inputs"] = mapped(get_gradient_edge, inputs)
+    found = func(**kwargs)
     if not fills:
         return found
     inputs = [inputs] if isinstance(inputs, Tensor) else inputs

@@ -72,7 +72,8 @@ def _share(target: NodeTensor, values: NodeTensor) -> None:
 @method(Tensor.share_memory_, Tensor.storage, Tensor._typed_storage)
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     """Refuses calls that go through memory without operators."""
-    raise refusal(func, "reads memory, where a worker holds its rows: x.to_local()", *args)
+    why = "reads memory, where a worker holds its rows: x.to_local(). untyped_storage() frees it"
+    raise refusal(func, why, *args)
 
 
 @method(Tensor.untyped_storage)

@@ -74,7 +74,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     found = _new_rows(source.rows, source.axis, source.shape, shape)
     if found is None:
         flat = len(shape) == 1 or not source.numel()
-        if flat or source.rows.total == 1:
+        passes_back = torch._C._current_graph_task_id() != -1  # What was viewed isn't known there.
+        if flat or passes_back or source.rows.total == 1:
             gathered = whole(source, "reshape()")
             return gathered.reshape(shape)
         raise refusal(func, f"to {list(shape)} would not keep rows together", source)
@@ -167,6 +168,50 @@ def _viewed_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     with no_dispatch():  # The shape that torch sees.
         func(*args, **kwargs)
     return source
+
+
+@rule("as_strided")
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """A part, which autograd asks of the gradient of a plain tensor where a part was written."""
+    source, sizes, steps, *given = args
+    cuts = _cuts(source, sizes, steps, given[0] or 0 if given else 0)
+    out = None if cuts is None or source.origin or source._is_view() else _part(source, cuts)
+    if not isinstance(out, NodeTensor):  # What is written into a row, or into rows of all, is lost.
+        why = (
+            "is no part with a row of each worker. Where you write into a part of a plain tensor, "
+            "make it one of the graph: x.new_zeros(x.size(0), 8) in place of torch.zeros(N, 8)"
+        )
+        raise refusal(func, why, source)
+    return out
+
+
+def _part(source: NodeTensor, cuts: Sequence[int | slice]) -> Tensor:
+    out = wrap(source.local, source.rows, source.axis)
+    for dim, cut in reversed(list(enumerate(cuts))):
+        if isinstance(cut, int):
+            out = _select(torch.ops.aten.select.int, (out, dim, cut), {})
+        elif cut != slice(0, source.size(dim), 1):
+            out = _slice(torch.ops.aten.slice.Tensor, (out, dim, cut.start, cut.stop, cut.step), {})
+    return out
+
+
+def _cuts(
+    source: NodeTensor, sizes: Sequence[int], steps: Sequence[int], offset: int
+) -> list[int | slice] | None:
+    """Returns which part of each axis lies at these places of memory; ``None``: no such part."""
+    starts, own = [0] * source.dim(), source.stride()
+    for dim in sorted(range(source.dim()), key=lambda d: -own[d]):
+        starts[dim], offset = divmod(offset, own[dim]) if own[dim] else (0, offset)
+    cuts: list[int | slice] = list(starts)
+    left = list(zip(sizes, steps, strict=True))
+    for dim, start in enumerate(starts):
+        step, odd = divmod(left[0][1], own[dim]) if left and own[dim] else (0, 1)
+        if not odd and step:
+            cuts[dim] = slice(start, start + step * (left.pop(0)[0] - 1) + 1, step)
+    places = [c.stop - 1 if isinstance(c, slice) else c for c in cuts]
+    inside = all(place < n for place, n in zip(places, source.shape, strict=True))
+    whole_rows = isinstance(cuts[source.axis], slice) and source.is_contiguous()
+    return cuts if inside and whole_rows and not left and not offset else None
 
 
 @rule("select")
