@@ -5,7 +5,6 @@
 
 #include "weighted_rows.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "vectors.h"
@@ -15,7 +14,7 @@ namespace {
 
 constexpr int kVectors = 8;
 
-template <class T>
+template <class T, int kRegister>  // bytes of a register
 struct Weighted {
   Rows<T> rows;
   T* acc;
@@ -24,7 +23,7 @@ struct Weighted {
 
   // `kHeads` heads from `head` on, of `kEach` vectors each, of which the last begins at column `tail`;
   // `kWhole`: the vectors of these heads follow each other.
-  template <int kRegister, int kLanes, int kHeads, int kEach, bool kWhole = false>
+  template <int kLanes, int kHeads, int kEach, bool kWhole = false>
   PYG_SAR_INLINE void tile(int64_t head, int64_t column, int64_t tail) const {
     const auto place = [&](int h, int v) PYG_SAR_INLINED -> int64_t {
       if constexpr (kWhole) return (h * kEach + v) * kLanes;
@@ -81,76 +80,60 @@ struct Weighted {
     }
   }
 
-  // Calls run() with the bytes of a register: of the processor at hand, where it has some for all lanes. Each call
-  // has a function of its own, as compilers take long over large ones.
-  template <int kLanes, class Run>
-  static void in_registers(const Run& run) {
-    if constexpr (kLanes * sizeof(T) > 32) on_best(run);
-    else on_half(run);
-  }
-
-  // The heads from `head` on, as many at a time as fit.
-  template <int kRegister, int kLanes, int kHeads, int kEach, bool kWhole>
+  // All heads, as many at a time as fit.
+  template <int kLanes, int kHeads, int kEach, bool kWhole>
   PYG_SAR_INLINE void heads_from(int64_t head) const {
     for (; head + kHeads <= rows.heads; head += kHeads) {
-      tile<kRegister, kLanes, kHeads, kEach, kWhole>(head, 0, rows.channels - kLanes);
+      tile<kLanes, kHeads, kEach, kWhole>(head, 0, rows.channels - kLanes);
     }
-    if constexpr (kHeads > 1) heads_from<kRegister, kLanes, kHeads / 2, kEach, kWhole>(head);
+    if constexpr (kHeads > 1) {
+      if (head < rows.heads) heads_from<kLanes, kHeads / 2, kEach, kWhole>(head);
+    }
   }
 
-  // Heads of kEach vectors.
-  template <int kLanes, int kEach, bool kWhole>
-  void heads() const {
-    in_registers<kLanes>([&](auto registers) PYG_SAR_INLINED {
-      heads_from<decltype(registers)::kBytes, kLanes, kVectors / kEach, kEach, kWhole>(0);
-    });
-  }
-
-  // Each head's columns from `column` on, of kEach vectors, of which the last may reach back over others.
-  template <int kLanes, int kEach>
-  void columns(int64_t column) const {
-    const int64_t tail = std::min<int64_t>(rows.channels - column, kEach * kLanes) - kLanes;
-    in_registers<kLanes>([&](auto registers) PYG_SAR_INLINED {
-      for (int64_t head = 0; head < rows.heads; ++head) {
-        tile<decltype(registers)::kBytes, kLanes, 1, kEach>(head, column, tail);
-      }
-    });
-  }
-
+  // One head's columns from `column` on, as many as there are.
   template <int kLanes>
-  void wide() const {
+  PYG_SAR_INLINE void one_head(int64_t head) const {
     int64_t column = 0;
-    for (; rows.channels - column > kVectors * kLanes; column += kVectors * kLanes) columns<kLanes, kVectors>(column);
-    switch ((rows.channels - column + kLanes - 1) / kLanes) {
-      case 1: return columns<kLanes, 1>(column);
-      case 2: return columns<kLanes, 2>(column);
-      case 3: return columns<kLanes, 3>(column);
-      case 4: return columns<kLanes, 4>(column);
-      case 5: return columns<kLanes, 5>(column);
-      case 6: return columns<kLanes, 6>(column);
-      case 7: return columns<kLanes, 7>(column);
-      default: return columns<kLanes, 8>(column);
+    for (; rows.channels - column >= kVectors * kLanes; column += kVectors * kLanes) {
+      tile<kLanes, 1, kVectors>(head, column, (kVectors - 1) * kLanes);
+    }
+    const int64_t left = rows.channels - column;
+    if (left == 0) return;
+    // A tail may reach back over columns of the tile before.
+    const int64_t tail = left - kLanes;
+    switch ((left + kLanes - 1) / kLanes) {
+      case 1: return tile<kLanes, 1, 1>(head, column, tail);
+      case 2: return tile<kLanes, 1, 2>(head, column, tail);
+      case 3: return tile<kLanes, 1, 3>(head, column, tail);
+      case 4: return tile<kLanes, 1, 4>(head, column, tail);
+      case 5: return tile<kLanes, 1, 5>(head, column, tail);
+      case 6: return tile<kLanes, 1, 6>(head, column, tail);
+      case 7: return tile<kLanes, 1, 7>(head, column, tail);
+      default: return tile<kLanes, 1, 8>(head, column, tail);
     }
   }
 
   template <int kLanes>
-  void narrow() const {
+  PYG_SAR_INLINE void narrow() const {
     if constexpr (kLanes > 0) {
       if (rows.channels < kLanes) return narrow<kLanes / 2>();
-      if (rows.channels == kLanes) return heads<kLanes, 1, true>();
-      if constexpr (kLanes > 1) return heads<kLanes, 2, false>();
+      if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1, true>(0);
+      if constexpr (kLanes > 1) return heads_from<kLanes, kVectors / 2, 2, false>(0);
     }
   }
 
-  void operator()() const {
+  PYG_SAR_INLINE void operator()() const {
     constexpr int kLanes = kFullLanes<T>;
-    const int64_t channels = rows.channels;
-    if (channels < kLanes) return narrow<kLanes / 2>();
-    if (channels == kLanes) return heads<kLanes, 1, true>();
-    if (channels == 2 * kLanes) return heads<kLanes, 2, true>();
-    if (channels < 2 * kLanes) return heads<kLanes, 2, false>();
-    if (channels == 4 * kLanes) return heads<kLanes, 4, true>();
-    wide<kLanes>();
+    if (rows.channels < kLanes) return narrow<kLanes / 2>();
+    if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1, true>(0);
+    if (rows.channels == 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2, true>(0);
+    if (rows.channels < 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2, false>(0);
+    if (rows.channels == 4 * kLanes) return heads_from<kLanes, kVectors / 4, 4, true>(0);
+    if (rows.channels < 4 * kLanes && rows.channels > 3 * kLanes) {
+      return heads_from<kLanes, kVectors / 4, 4, false>(0);
+    }
+    for (int64_t head = 0; head < rows.heads; ++head) one_head<kLanes>(head);
   }
 };
 
@@ -232,11 +215,15 @@ void accumulate(float* acc, const float* w, const Rows<float>& rows, bool fetche
 #ifdef PYG_SAR_LEVELS
   if (__builtin_cpu_supports("avx512f") && side_by_side(acc, w, rows, fetches)) return;
 #endif
-  Weighted<float>{rows, acc, w, fetches}();
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    Weighted<float, decltype(registers)::kBytes>{rows, acc, w, fetches}();
+  });
 }
 
 void accumulate(double* acc, const double* w, const Rows<double>& rows, bool fetches) {
-  Weighted<double>{rows, acc, w, fetches}();
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    Weighted<double, decltype(registers)::kBytes>{rows, acc, w, fetches}();
+  });
 }
 
 }  // namespace pyg_sar::attention
