@@ -136,24 +136,30 @@ struct ExtremumGradientTile {
   }
 };
 
-// Adds the tile's columns for a run of targets. GCC makes scalars of comparisons in registers of AVX-512. Each width
-// has a function of its own, as compilers take long over large ones.
-template <int kLanes, int kVectors, class Tile>
-void run_vectors(const Tile& tile, int64_t first, int64_t last) {
-  if constexpr (kVectors > 1) {
-    if (tile.width <= (kVectors - 1) * kLanes) return run_vectors<kLanes, kVectors - 1>(tile, first, last);
+// Calls run<lanes, vectors> for the tile's width.
+template <int kBytes, int kLanes, class Tile>
+PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
+  switch ((tile.width + kLanes - 1) / kLanes) {
+    case 1:
+      return tile.template run<kBytes, kLanes, 1>(first, last);
+    case 2:
+      return tile.template run<kBytes, kLanes, 2>(first, last);
+    case 3:
+      return tile.template run<kBytes, kLanes, 3>(first, last);
+    default:
+      return tile.template run<kBytes, kLanes, kMostExtremumVectors>(first, last);
   }
-  on_half([&](auto registers) PYG_SAR_INLINED {
-    tile.template run<decltype(registers)::kBytes, kLanes, kVectors>(first, last);
-  });
 }
 
+// Adds the tile's columns for a run of targets. GCC makes scalars of comparisons in registers of AVX-512.
 template <class Row, class Tile>
 void run_tile(const Tile& tile, int64_t first, int64_t last) {
-  constexpr int kLanes = kFullLanes<Row>, kFew = kLanes / 4;
-  if (tile.width >= kLanes) return run_vectors<kLanes, kMostExtremumVectors>(tile, first, last);
-  if (tile.width >= kFew) return run_vectors<kFew, 4>(tile, first, last);
-  run_vectors<1, kFew - 1>(tile, first, last);
+  on_half([&](auto registers) PYG_SAR_INLINED {
+    constexpr int kBytes = decltype(registers)::kBytes, kLanes = kFullLanes<Row>;
+    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes>(tile, first, last);
+    if (tile.width >= kLanes / 4) return run_vectors<kBytes, kLanes / 4>(tile, first, last);
+    run_vectors<kBytes, 1>(tile, first, last);
+  });
 }
 
 namespace {
