@@ -86,7 +86,7 @@ void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
     tile.rows = rows.const_data_ptr<Row>() + start;
     tile.width = static_cast<int>(stop - start);
     tile.crosses = crosses_lines(tile.rows, tile.row_stride, tile.width);
-    for_targets(segments, [&](int64_t first, int64_t last) { tile(first, last); });
+    for_targets(segments, [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
   }
 }
 

@@ -105,45 +105,46 @@ struct SumTile {
     }
   }
 
-  // Of so many vectors: each has a function of its own, as compilers take long over large ones.
-  template <int kLanes, int kVectors>
-  void run(int64_t first, int64_t last) const {
-    const auto go = [&](auto registers) PYG_SAR_INLINED {
-      constexpr int kBytes = decltype(registers)::kBytes;
-      if (weight != nullptr) return run<kBytes, kLanes, kVectors, true>(first, last);
-      run<kBytes, kLanes, kVectors, false>(first, last);
-    };
-    if constexpr (kLanes * sizeof(Wide<Row>) <= 32) on_half(go); else on_best(go);
+  template <int kBytes, int kLanes, int kVectors>
+  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+    if (weight != nullptr) return run<kBytes, kLanes, kVectors, true>(first, last);
+    run<kBytes, kLanes, kVectors, false>(first, last);
   }
 
   // Narrow rows: one or two vectors of fewer lanes.
-  template <int kLanes>
-  void run_narrow(int64_t first, int64_t last) const {
+  template <int kBytes, int kLanes>
+  PYG_SAR_INLINE void run_narrow(int64_t first, int64_t last) const {
     if constexpr (kLanes > 0) {
-      if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
-      if (width == kLanes) return run<kLanes, 1>(first, last);
-      if constexpr (kLanes > 1) run<kLanes, 2>(first, last);
+      if (width < kLanes) return run_narrow<kBytes, kLanes / 2>(first, last);
+      if (width == kLanes) return run<kBytes, kLanes, 1>(first, last);
+      if constexpr (kLanes > 1) run<kBytes, kLanes, 2>(first, last);
     }
   }
 
-  void operator()(int64_t first, int64_t last) const {
+  // Registers of kBytes.
+  template <int kBytes>
+  PYG_SAR_INLINE void go(int64_t first, int64_t last) const {
     constexpr int kLanes = kFullLanes<Wide<Row>>;
-    if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
-    switch ((width + kLanes - 1) / kLanes) {
-      case 1: return run<kLanes, 1>(first, last);
-      case 2: return run<kLanes, 2>(first, last);
-      case 3: return run<kLanes, 3>(first, last);
-      case 4: return run<kLanes, 4>(first, last);
-    }
+    const int vectors = (width + kLanes - 1) / kLanes;
+    if (width < kLanes) return run_narrow<kBytes, kLanes / 2>(first, last);
+    if (vectors == 1) return run<kBytes, kLanes, 1>(first, last);
+    if (vectors == 2) return run<kBytes, kLanes, 2>(first, last);
+    if (vectors == 3) return run<kBytes, kLanes, 3>(first, last);
     if constexpr (kMostVectors<Row> > 4) {
-      switch ((width + kLanes - 1) / kLanes) {
-        case 5: return run<kLanes, 5>(first, last);
-        case 6: return run<kLanes, 6>(first, last);
-        case 7: return run<kLanes, 7>(first, last);
-        default: return run<kLanes, 8>(first, last);
-      }
+      if (vectors == 5) return run<kBytes, kLanes, 5>(first, last);
+      if (vectors == 6) return run<kBytes, kLanes, 6>(first, last);
+      if (vectors == 7) return run<kBytes, kLanes, 7>(first, last);
+      if (vectors == 8) return run<kBytes, kLanes, 8>(first, last);
     }
+    run<kBytes, kLanes, 4>(first, last);
   }
 };
+
+template <class Row>
+void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) {
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    tile.template go<decltype(registers)::kBytes>(first, last);
+  });
+}
 
 }  // namespace pyg_sar
