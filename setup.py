@@ -20,6 +20,9 @@ TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run i
 NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
 HEADERS = tuple(f"torch/csrc/stable/{name}.h" for name in ("library", "ops", "tensor"))
 COMPILER = os.environ.get("CXX", "c++")
+# Files that take long. The others of a library are compiled as one, as they read the same headers.
+LARGE = {"attention_avx2", "attention_avx512", "extremum", "factored", "factored_backward"}
+LARGE |= {"gather_sum", "norms", "pager_ops", "weighted_rows"}
 
 
 def is_gcc() -> bool:
@@ -99,10 +102,16 @@ def libraries() -> dict[str, Any]:
                 print(f"pyg_sar: {what} could not be built, doing without: {text}")
 
         def build_extension(self, extension: Extension) -> None:
+            folder = Path(self.build_temp).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            small = [Path(file) for file in extension.sources if Path(file).stem not in LARGE]
+            unit = folder / f"{extension.name}_small.cpp"
+            unit.write_text("".join(f'#include "{file.resolve()}"\n' for file in small))
+            extension.sources = [*(set(extension.sources) - {str(f) for f in small}), str(unit)]
+            extension.sources.sort()
             # Reading PyTorch's headers is half the work of a small file: GCC does it once for all.
             if extension.name == "pyg_sar._kernels" and is_gcc():
-                header = Path(self.build_temp).resolve() / "torch_headers.h"
-                header.parent.mkdir(parents=True, exist_ok=True)
+                header = folder / "torch_headers.h"
                 header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
                 folders = [f"-I{path}" for path in extension.include_dirs]
                 flags = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
@@ -129,7 +138,7 @@ def libraries() -> dict[str, Any]:
         return Extension(
             name,
             [f"extensions/{file}" for file in files if file.endswith(".cpp")],
-            depends=[f"extensions/{file}" for file in files if file.endswith(".h")],
+            depends=[f"extensions/{file}" for file in files],
             include_dirs=cpp_extension.include_paths(),
             library_dirs=cpp_extension.library_paths(),
             libraries=linked_with,

@@ -1,4 +1,4 @@
-// The passes of attention in float32, for AVX2 and for processors of another kind.
+// The passes of attention for AVX2 and for processors of another kind.
 
 #include "processors.h"
 
@@ -9,3 +9,4 @@
 #include "attention_level.h"
 
 PYG_SAR_PASSES(float)
+PYG_SAR_PASSES(double)

@@ -31,11 +31,11 @@ void run(const Pass& pass, int64_t kind) {
     // taken a number at a time.
     const bool sums = !std::is_same_v<Pass, Forward<float>> || !shape_of(kind)->narrow_key;
     if (has_avx512() && (!sums || t.channels == 8 || t.channels % kLanes == 0)) {
-      return for_chunks(t.chunks, [&](int64_t chunk) { run_chunk<64>(pass, kind, chunk); });
+      return for_runs(t.chunks, 1, [&](int64_t chunk, int64_t) { run_chunk<64>(pass, kind, chunk); });
     }
   }
 #endif
-  for_chunks(t.chunks, [&](int64_t chunk) { run_chunk<kNarrow>(pass, kind, chunk); });
+  for_runs(t.chunks, 1, [&](int64_t chunk, int64_t) { run_chunk<kNarrow>(pass, kind, chunk); });
 }
 
 }  // namespace

@@ -209,7 +209,7 @@ PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, float* most
 template <int kHeads, int kVectors, int kLanes = kFull>
 void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
   const FactoredForward<kHeads, kVectors, kLanes> pass(factors, pairs, state);
-  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
+  for_runs(factors.t.chunks, 1, [&](int64_t chunk, int64_t) { on_chunk(pass, chunk); });
 }
 
 template <int kHeads>
@@ -236,9 +236,8 @@ bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
   std::vector<float> most(tasks * kHeads);
   std::atomic<bool> small{true};
   float* out = pairs.mutable_data_ptr<float>();
-  for_chunks(tasks, [&](int64_t task) {
-    const int64_t first = task * kRowsPerTask, last = std::min(first + kRowsPerTask, num_rows);
-    if (!on_keys(factors, out, &most[task * kHeads], first, last)) small = false;
+  for_runs(num_rows, kRowsPerTask, [&](int64_t first, int64_t last) {
+    if (!on_keys(factors, out, &most[first / kRowsPerTask * kHeads], first, last)) small = false;
   });
   if (!small) return false;
   std::copy_n(most.begin(), kHeads, factors.highest);

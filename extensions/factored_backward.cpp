@@ -37,16 +37,15 @@ constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 enum class Layout { kWhole, kHalf, kMasked };
 
 // Rows that are made once per call; of kPadded numbers per part.
-template <int kHeads>
+template <int kPadded>
 struct Factors {
-  static constexpr int kPadded = power_of_two_from(kHeads);
   static constexpr int kOfTarget = 4 * kPadded, kOfSource = 3 * kPadded;
   static constexpr int kSize = kRows * kPadded;
   const Terms<float>& t;
   const SourceGradients& g;
 
-  static PYG_SAR_INLINE_512 void copy(float* to, const float* from) {
-    std::memcpy(to, from, kHeads * sizeof(float));
+  PYG_SAR_INLINE_512 void copy(float* to, const float* from) const {
+    for (int64_t h = 0; h < t.heads; ++h) to[h] = from[h];
   }
   // Numbers of n rows, part by part.
   template <class... Part>
@@ -104,8 +103,8 @@ struct Factors {
 // Rows of kHeads heads in kEach registers each.
 template <int kHeads, int kEach, Layout kLayout>
 struct FactoredSources {
-  static constexpr int kPadded = Factors<kHeads>::kPadded;
-  static constexpr int kOfTarget = Factors<kHeads>::kOfTarget;
+  static constexpr int kPadded = power_of_two_from(kHeads);
+  static constexpr int kOfTarget = Factors<kPadded>::kOfTarget;
   static constexpr bool kIsHalf = kLayout == Layout::kHalf;
   static constexpr int kVectors = kIsHalf ? (kHeads + 1) / 2 : kHeads * kEach;  // of a row
   static constexpr int kProducts = kIsHalf ? kPadded / 2 : kPadded;             // of an edge
@@ -189,7 +188,7 @@ struct FactoredSources {
 
   PYG_SAR_INLINE_512 void add(Lanes* products, float* queries, int64_t u) const {
     const int64_t j = t.target(u), stop = t.offsets[u + 1];
-    const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kHeads>::kOfSource;
+    const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kPadded>::kOfSource;
     Segment s;
     PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) s.value[v] = read(value, v);
@@ -313,14 +312,14 @@ PYG_SAR_512 void on_chunk(const Pass pass, int64_t chunk, float* queries) {
   pass(chunk, queries);
 }
 
-template <int kHeads>
-PYG_SAR_512 void on_targets(const Factors<kHeads>& factors, float* out, int64_t first,
+template <int kPadded>
+PYG_SAR_512 void on_targets(const Factors<kPadded>& factors, float* out, int64_t first,
                             int64_t last) {
   factors.of_targets(out, first, last);
 }
 
-template <int kHeads>
-PYG_SAR_512 bool on_sources(const Factors<kHeads>& factors, float* out, int64_t first,
+template <int kPadded>
+PYG_SAR_512 bool on_sources(const Factors<kPadded>& factors, float* out, int64_t first,
                             int64_t last) {
   return factors.of_sources(out, first, last);
 }
@@ -334,7 +333,7 @@ void run(const Terms<float>& t, const SourceGradients& g, const float* targets,
   const FactoredSources<kHeads, kEach, kLayout> pass{
       t,       g.grad_out, g.grad_value, g.grad_key, targets,
       sources, t.channels, mask,         crosses ? width - 1 : 0};
-  for_chunks(t.chunks, [&](int64_t chunk) {
+  for_runs(t.chunks, 1, [&](int64_t chunk, int64_t) {
     on_chunk(pass, chunk, g.grad_query.empty() ? nullptr : g.grad_query[chunk]);
   });
 }
@@ -351,23 +350,29 @@ void run_width(const Terms<float>& t, const Others&... others) {
   }
 }
 
-template <int kHeads>
+template <int kPadded>
 bool run_heads(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
-  using Made = Factors<kHeads>;
+  using Made = Factors<kPadded>;
   const Made factors{t, g};
   const Tensor of_sources = empty({t.num_segments, Made::kOfSource}, kFloat);
   std::atomic<bool> small{true};
   float* sources = of_sources.mutable_data_ptr<float>();
-  for_rows(t.num_segments, [&](int64_t first, int64_t last) {
+  for_runs(t.num_segments, kRowsPerTask, [&](int64_t first, int64_t last) {
     if (!on_sources(factors, sources, first, last)) small = false;
   });
   if (!small) return false;
   const Tensor of_targets = empty({num_targets, Made::kOfTarget}, kFloat);
   float* targets = of_targets.mutable_data_ptr<float>();
-  for_rows(num_targets, [&](int64_t first, int64_t last) {
+  for_runs(num_targets, kRowsPerTask, [&](int64_t first, int64_t last) {
     on_targets(factors, targets, first, last);
   });
-  run_width<kHeads>(t, g, targets, sources);
+  if (t.heads == kPadded) return run_width<kPadded>(t, g, targets, sources), true;
+  if constexpr (kPadded == 4) run_width<3>(t, g, targets, sources);
+  if constexpr (kPadded == 8) {
+    if (t.heads == 5) run_width<5>(t, g, targets, sources);
+    if (t.heads == 6) run_width<6>(t, g, targets, sources);
+    if (t.heads == 7) run_width<7>(t, g, targets, sources);
+  }
   return true;
 }
 
@@ -377,16 +382,9 @@ bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const Sour
   const int64_t vectors = t.heads * ((t.channels + kFull - 1) / kFull);
   if (!is_factored(t) || t.width() < kLeastWidth) return false;
   if (t.channels != kFull / 2 && vectors > kMostVectors) return false;
-  switch (t.heads) {
-    case 1: return run_heads<1>(t, num_targets, g);
-    case 2: return run_heads<2>(t, num_targets, g);
-    case 3: return run_heads<3>(t, num_targets, g);
-    case 4: return run_heads<4>(t, num_targets, g);
-    case 5: return run_heads<5>(t, num_targets, g);
-    case 6: return run_heads<6>(t, num_targets, g);
-    case 7: return run_heads<7>(t, num_targets, g);
-    default: return run_heads<8>(t, num_targets, g);
-  }
+  if (t.heads > 4) return run_heads<8>(t, num_targets, g);
+  if (t.heads > 2) return run_heads<4>(t, num_targets, g);
+  return t.heads == 2 ? run_heads<2>(t, num_targets, g) : run_heads<1>(t, num_targets, g);
 }
 #else
 bool add_factored_sources(const Terms<float>&, int64_t, const SourceGradients&) { return false; }

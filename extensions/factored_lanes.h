@@ -39,14 +39,6 @@ inline bool is_factored(const Terms<float>& t) {
          __builtin_cpu_supports("avx512f");
 }
 
-// Calls work(first, last) for runs of rows.
-template <class Work>
-void for_rows(int64_t rows, const Work& work) {
-  for_chunks((rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-    work(task * kRowsPerTask, std::min((task + 1) * kRowsPerTask, rows));
-  });
-}
-
 // Which of kHeads heads of an edge are not dropped, a bit each.
 template <int kHeads>
 PYG_SAR_INLINE_512 uint32_t kept_heads(const Terms<float>& t, int64_t e) {

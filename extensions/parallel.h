@@ -4,29 +4,32 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <thread>
-#include <vector>
 
 namespace pyg_sar {
 
 using torch::stable::get_num_threads;
 
-#ifndef PYG_SAR_STANDARD_THREADS
-using torch::stable::parallel_for;
-#else
-template <class Work>
-void parallel_for(int64_t begin, int64_t end, int64_t grain_size, const Work& work) {
-  const int64_t most = (end - begin + grain_size - 1) / std::max<int64_t>(grain_size, 1);
-  const int64_t count = std::min<int64_t>(get_num_threads(), most);
-  const int64_t each = count > 0 ? (end - begin + count - 1) / count : 0;
-  std::vector<std::thread> threads;
-  for (int64_t first = begin; first < end; first += each) {
-    threads.emplace_back([&work, first, last = std::min(first + each, end)] { work(first, last); });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-#endif
+// What is done with a run of numbers, [first, last). It refers to a function, so that loops over threads are
+// compiled once.
+class Work {
+ public:
+  template <class Run>
+  Work(const Run& run)
+      : run_(&run), call_([](const void* run, int64_t first, int64_t last) {
+          (*static_cast<const Run*>(run))(first, last);
+        }) {}
+  void operator()(int64_t first, int64_t last) const { call_(run_, first, last); }
+
+ private:
+  const void* run_;
+  void (*call_)(const void*, int64_t, int64_t);
+};
+
+void parallel_for(int64_t begin, int64_t end, int64_t grain_size, const Work& work);
+
+// For runs of `size` numbers of `count`: one thread takes one after the other, since hubs and other processes
+// make some slower.
+void for_runs(int64_t count, int64_t size, const Work& work);
 
 }  // namespace pyg_sar

@@ -2,7 +2,6 @@
 // and the way in which threads share them.
 #pragma once
 
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -61,17 +60,6 @@ template <class Index>
 Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num_rows,
                         int64_t num_out);
 
-// Calls work(chunk) for all chunks: one thread takes one after the other, since hubs and other
-// processes make some slower.
-template <class Work>
-void for_chunks(int64_t chunks, const Work& work) {
-  const int64_t threads = std::min<int64_t>(get_num_threads(), chunks);
-  std::atomic<int64_t> next{0};
-  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t chunk = next++; chunk < chunks; chunk = next++) work(chunk);
-  });
-}
-
 // The first target of one of `runs` runs, or how many there are behind the last. Runs have about as many
 // edges each; a target counts like an edge, as there may be many with hardly one.
 template <class Index>
@@ -89,12 +77,12 @@ int64_t first_of_run(const Index* offsets, int64_t num_targets, int64_t run, int
 
 constexpr int64_t kEdgesPerRun = 1 << 14;
 
-// Calls work(first, last) for runs of targets.
-template <class Index, class Work>
+// For runs of targets.
+template <class Index>
 void for_targets(const Segments<Index>& segments, const Work& work) {
   const int64_t runs =
       std::max<int64_t>((segments.num_edges + segments.num_targets) / kEdgesPerRun, 1);
-  for_chunks(runs, [&](int64_t run) {
+  for_runs(runs, 1, [&](int64_t run, int64_t) {
     const auto begin = [&](int64_t k) {
       return first_of_run(segments.offsets, segments.num_targets, k, runs);
     };

@@ -81,16 +81,13 @@ struct Weighted {
   }
 
   // All heads, as many at a time as fit.
-  template <int kLanes, int kHeads, int kEach>
+  template <int kLanes, int kHeads, int kEach, bool kWhole>
   PYG_SAR_INLINE void heads_from(int64_t head) const {
-    const int64_t tail = rows.channels - kLanes;
-    const bool whole = rows.channels == kEach * kLanes;
     for (; head + kHeads <= rows.heads; head += kHeads) {
-      whole ? tile<kLanes, kHeads, kEach, true>(head, 0, tail)
-            : tile<kLanes, kHeads, kEach>(head, 0, tail);
+      tile<kLanes, kHeads, kEach, kWhole>(head, 0, rows.channels - kLanes);
     }
     if constexpr (kHeads > 1) {
-      if (head < rows.heads) heads_from<kLanes, kHeads / 2, kEach>(head);
+      if (head < rows.heads) heads_from<kLanes, kHeads / 2, kEach, kWhole>(head);
     }
   }
 
@@ -121,18 +118,20 @@ struct Weighted {
   PYG_SAR_INLINE void narrow() const {
     if constexpr (kLanes > 0) {
       if (rows.channels < kLanes) return narrow<kLanes / 2>();
-      if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
-      if constexpr (kLanes > 1) return heads_from<kLanes, kVectors / 2, 2>(0);
+      if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1, true>(0);
+      if constexpr (kLanes > 1) return heads_from<kLanes, kVectors / 2, 2, false>(0);
     }
   }
 
   PYG_SAR_INLINE void operator()() const {
     constexpr int kLanes = kFullLanes<T>;
     if (rows.channels < kLanes) return narrow<kLanes / 2>();
-    if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
-    if (rows.channels <= 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2>(0);
-    if (rows.channels <= 4 * kLanes && rows.channels > 3 * kLanes) {
-      return heads_from<kLanes, kVectors / 4, 4>(0);
+    if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1, true>(0);
+    if (rows.channels == 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2, true>(0);
+    if (rows.channels < 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2, false>(0);
+    if (rows.channels == 4 * kLanes) return heads_from<kLanes, kVectors / 4, 4, true>(0);
+    if (rows.channels < 4 * kLanes && rows.channels > 3 * kLanes) {
+      return heads_from<kLanes, kVectors / 4, 4, false>(0);
     }
     for (int64_t head = 0; head < rows.heads; ++head) one_head<kLanes>(head);
   }
