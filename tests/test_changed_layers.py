@@ -162,7 +162,8 @@ def expected() -> Callable[[str], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("start", "name"), [*((workers, name) for name in NAMES), (parts, "gin"), (parts, "gat, edges")]
+    ("start", "name"),
+    [(workers, "gin"), (workers, "gat, edges"), *((parts, name) for name in NAMES)],
 )
 def test_a_changed_layer_is_right_or_refused(
     start: Any, name: str, root: Path, expected: Callable[[str], list[Any]]
