@@ -161,6 +161,7 @@ def expected() -> Callable[[str], list[Any]]:
     return functools.cache(lambda name: sweep(None, cases_of(name)))
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize(
     ("start", "name"),
     [(workers, "gin"), (workers, "gat, edges"), *((parts, name) for name in NAMES)],
