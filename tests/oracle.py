@@ -116,6 +116,14 @@ def two_islands(seed: int = 0) -> tuple[Data, Tensor]:
     return kept, part
 
 
+def second_is_empty(num_nodes: int, parts: int) -> Tensor:
+    """Interleaved parts of the nodes; of three or more, the second has none."""
+    part = torch.randint(parts, (num_nodes,), generator=torch.Generator().manual_seed(2))
+    if parts > 2:
+        part[part == 1] = 0
+    return part
+
+
 class Partitions:
     """Writes partition folders once per graph and assignment.
 
