@@ -2,8 +2,8 @@
 
 ``--all`` (`make test-full`) takes all. Without it
 
-* a sweep (:class:`oracle.Sweep`) runs each of its layers with some of the policies, others for
-  other layers and other numbers of workers, so that all policies are tried;
+* a sweep (:class:`oracle.Sweep`) tries all policies: each layer runs by its share of them, others
+  for other layers and other numbers of workers;
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
 * a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;
@@ -118,6 +118,18 @@ def some(values: Sequence[T], key: str, step: int = 0) -> Sequence[T]:
     step = step or (1 if len(values) < 3 else 3 if len(values) < 5 else 4)
     step = 1 if everything() else step
     return values[crc32(key.encode()) % step :: step]
+
+
+def in_turn(given: Sequence[Sequence[T]], start: int = 0) -> list[Sequence[T]]:
+    """Each one's share of its values, at least one; those of the same values try all of them.
+
+    Of a hundred layers each runs by one policy, the next layer by the next one; one layer by all.
+    """
+    found = []
+    for k, values in enumerate(given):
+        step = 1 if everything() else min(list(given).count(values), len(values))
+        found.append(values[(list(given[:k]).count(values) + start) % step :: step])
+    return found
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:

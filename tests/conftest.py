@@ -33,6 +33,7 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import finalize
 from pyg_sar.comm.launch import _Worker
+from pyg_sar.kernels import ops
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -173,6 +174,23 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
 def root(graph: Data, partitions: Partitions) -> Path:
     """The graph in three parts; a file may have a folder of its own."""
     return partitions(graph, 3, "random")
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Skips where the kernels were not built."""
+    reason = ops.why_missing()
+    if reason is not None:
+        pytest.skip(f"no C++ kernels: {reason}")
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """The default dtype is float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="session")

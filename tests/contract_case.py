@@ -92,13 +92,15 @@ def run(root: Path, cases: Sequence[Case]) -> list[Any]:
     ]
 
 
-def check(cases: dict[str, Case], data: Data, root: Path) -> list[list[Any]]:
-    """Runs cases in one launch, and compares them with one process.
+def check(
+    cases: dict[str, Case], data: Data, root: Path, start: Callable[..., list[Any]] = workers
+) -> list[list[Any]]:
+    """Runs cases in one launch of workers, or of ``parts``, and compares them with one process.
 
     Returns:
         For each worker what it found, for each case by each of its policies.
     """
-    results = workers(run, WORLD, root, list(cases.values()))
+    results = start(run, WORLD, root, list(cases.values()))
     expected = {name: case.use(made(case), data) for name, case in cases.items()}
     steps = [(name, case, policy) for name, case in cases.items() for policy in case.policies]
     for rank, found in enumerate(results):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from combinations import some
+from combinations import in_turn
 from hosted_workers import host
 from torch import Tensor
 from torch_geometric.data import Data
@@ -114,6 +114,14 @@ def two_islands(seed: int = 0) -> tuple[Data, Tensor]:
     kept = data.edge_subgraph(~apart)
     kept.num_nodes = 30
     return kept, part
+
+
+def second_is_empty(num_nodes: int, parts: int) -> Tensor:
+    """Interleaved parts of the nodes; of three or more, the second has none."""
+    part = torch.randint(parts, (num_nodes,), generator=torch.Generator().manual_seed(2))
+    if parts > 2:
+        part[part == 1] = 0
+    return part
 
 
 class Partitions:
@@ -336,10 +344,14 @@ class Sweep:
     expected: list[Result] = field(default_factory=list)
 
     def add(self, title: str, job: Job, data: Data) -> None:
-        """Adds a job on a partition of ``data``, with some of its policies or ``--all``."""
-        policies = some(job.policies, f"{title} {self.world}")
-        self.jobs.append(replace(job, policies=policies, title=title))
+        """Adds a job on a partition of ``data``."""
+        self.jobs.append(replace(job, title=title))
         self.expected.append(single_process(job.layer, data, job.edge, job.constants))
+
+    def tried(self) -> list[Job]:
+        """The jobs with the policies that they run by: all of them with ``--all``."""
+        shares = in_turn([job.policies for job in self.jobs], self.world)
+        return [replace(job, policies=p) for job, p in zip(self.jobs, shares, strict=True)]
 
     def check(
         self,
@@ -358,14 +370,15 @@ class Sweep:
                 ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
         """
         odd = self.world % 2 == 1 and SWITCH not in os.environ
+        jobs = self.tried()
         with apart() if network or (network is None and odd) else nullcontext():
-            given = run_jobs, self.world, self.jobs
+            given = run_jobs, self.world, jobs
             if backend == "parts":
                 workers = host(*given, timeout=timeout)
             else:
                 workers = pyg_sar.launch(*given, backend=backend, timeout=timeout)
         found = {}
-        for k, (job, expected) in enumerate(zip(self.jobs, self.expected, strict=True)):
+        for k, (job, expected) in enumerate(zip(jobs, self.expected, strict=True)):
             for step, policy in enumerate(job.policies):
                 results = [worker[k][step] for worker in workers]
                 for name, value in errors(results, expected).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,16 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from combinations import some
-from oracle import TOLERANCE, error, gradient_scale, make_graph, parts, whole, workers
+from oracle import (
+    TOLERANCE,
+    error,
+    gradient_scale,
+    make_graph,
+    parts,
+    second_is_empty,
+    whole,
+    workers,
+)
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import attention as plain
@@ -20,17 +29,9 @@ from torch_geometric.utils import to_dense_batch
 import pyg_sar
 from pyg_sar.engine.kernels import dense as engine
 
+pytestmark = pytest.mark.usefixtures("double")  # SGFormerAttention makes tensors of it.
 CHANNELS, NODES = 6, 37
 WORLDS = ((1, workers), (2, workers), (3, workers), (5, parts))
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """SGFormerAttention makes tensors of the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def set_up() -> None:
@@ -41,14 +42,6 @@ def set_up() -> None:
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def assignment(world: int) -> Tensor:
-    """Parts of the nodes, interleaved; with three or more, the second has none."""
-    part = torch.randint(world, (NODES,), generator=torch.Generator().manual_seed(2))
-    if world > 2:
-        part[part == 1] = 0
-    return part
 
 
 def graph(several: bool) -> Any:
@@ -71,7 +64,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, batch: Tensor) -> Tensor:
 
 
 def written(root: Path, world: int, data: Any) -> Path:
-    pyg_sar.write_partitions(data, world, root / "parts", assignment(world))
+    pyg_sar.write_partitions(data, world, root / "parts", second_is_empty(NODES, world))
     return root / "parts"
 
 

@@ -7,7 +7,7 @@ from itertools import combinations as pairs_of
 from itertools import product
 
 import pytest
-from combinations import EVERY, LONG, PAIRS, SWITCH, covering, left_out, some
+from combinations import EVERY, LONG, PAIRS, SWITCH, covering, in_turn, left_out, some
 from oracle import ALL_POLICIES, MODES
 
 
@@ -28,6 +28,17 @@ def test_all_values_are_some_keys_values(values, monkeypatch):
     assert all(1 <= len(part) <= 2 for part in found)
     monkeypatch.setenv(SWITCH, "1")
     assert some(values, "layer") == values
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_all_values_are_tried_in_turn(count, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    shares = in_turn([MODES] * count + [MODES[:1]], 7)
+    assert shares.pop() == MODES[:1] and all(shares)
+    assert {MODES.index(value) for share in shares for value in share} == set(range(4))
+    assert sum(map(len, shares)) <= max(count, 4) + 1
+    monkeypatch.setenv(SWITCH, "1")
+    assert in_turn([MODES] * count, 7) == [MODES] * count
 
 
 @pytest.mark.parametrize("name", sorted({*PAIRS, *EVERY, *LONG}))

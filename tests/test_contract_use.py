@@ -4,7 +4,7 @@ in place, through hooks, with several graphs, after an error."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,13 +46,18 @@ CHUNKED = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked
 
 
 def check(
-    models: dict[str, torch.nn.Module], graph: Data, root: Path, timeout: float = 120.0, **job: Any
+    models: dict[str, torch.nn.Module],
+    graph: Data,
+    root: Path,
+    backend: str | None = None,
+    timeout: float = 120.0,
+    policies: Sequence[SARPolicy] = ALL_POLICIES,
 ) -> None:
     """Compares models with one process, all in one launch."""
     sweep = Sweep(WORLD)
     for title, model in models.items():
-        sweep.add(title, Job(model.double(), root, **job), graph)
-    sweep.check(timeout=timeout)
+        sweep.add(title, Job(model.double(), root, policies=policies), graph)
+    sweep.check(backend, timeout=timeout)
 
 
 # Between forward and backward ################################################
@@ -249,7 +254,7 @@ def test_pairs_of_inputs(graph: Data, root: Path):
             convs.append(gnn.GATConv(width, OUT, add_self_loops=False))
             convs.append(gnn.TransformerConv(width, OUT))
         models |= {f"{conv}, {how}": Shaped(conv, how) for conv in convs}
-    check(models, graph, root, policies=MODES)
+    check(models, graph, root, "parts", policies=MODES)
 
 
 class Tables(MessagePassing):
@@ -286,7 +291,7 @@ def test_arguments_that_are_no_rows(graph: Data, root: Path):
     check({"3 rows": Tables(3)}, graph, root, policies=MODES)
     for rows in (nodes, edges, graph.num_nodes, graph.num_edges):
         try:
-            check({f"{rows} rows": Tables(rows)}, graph, root, policies=MODES)
+            check({f"{rows} rows": Tables(rows)}, graph, root, "parts", policies=MODES)
         except WorkerError as error:
             assert "Tables" in str(error) and "DistributedIndexError" in str(error)
 
@@ -471,10 +476,7 @@ def test_layers_in_containers_of_all_kinds(graph: Data, root: Path):
         "EdgeCNN": gnn.models.EdgeCNN(CHANNELS, 8, 2, OUT),
         "JumpingKnowledge": gnn.models.GIN(CHANNELS, 8, 3, OUT, jk="max"),
     }  # fmt: skip
-    sweep = Sweep(WORLD)
-    for name, model in models.items():
-        sweep.add(name, Job(model.double(), root, policies=MODES[:1]), graph)
-    sweep.check()
+    check(models, graph, root, "parts", policies=MODES[:1])
 
 
 def tripled(inputs: Tensor, index: Tensor, ptr: Any = None, dim_size: Any = None) -> Tensor:

@@ -39,14 +39,6 @@ SWITCHES = (
 WIDTHS = (1, 2, 3, 4, 7, 15, 16, 17, 63, 64, 65, 100, 130)
 
 
-@pytest.fixture
-def kernels() -> None:
-    """Skips where the kernels were not built."""
-    reason = ops.why_missing()
-    if reason is not None:
-        pytest.skip(f"no C++ kernels: {reason}")
-
-
 def with_ties(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """A few values only, so that several rows reach an extremum; and a NaN and infinities."""
     given = problem(width, dtype, seed=width)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,8 @@ import pyg_sar
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition import add_attributes, merge_partitions
 
+pytestmark = pytest.mark.usefixtures("double")  # SIGN and LabelPropagation make tensors of it.
 NODES, K = 60, 3
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """SIGN and LabelPropagation make tensors of the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def powers(root: Any, out: Any, loops: bool) -> None:

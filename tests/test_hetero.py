@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from combinations import everything, some
+from combinations import everything, in_turn, some
 from hetero_graphs import WIDTHS, make_hetero, random_parts
 from oracle import (
     CHANNELS,
@@ -216,8 +216,8 @@ def on_worker(policies: Any, tried: dict[str, list[int]], root: Any) -> Any:
 
 
 def check(jobs: Any, world: int, policies: Any, root: Any, data: HeteroData) -> None:
-    numbers = range(len(policies))
-    tried = {name: some(numbers, f"{name} {world}") for name in jobs}
+    numbers = in_turn([range(len(policies))] * len(jobs), world)
+    tried = dict(zip(jobs, numbers, strict=True))
     start = workers if world < 5 or everything() else parts
     every = start(on_worker, world, policies, tried, root)
     for name, (plain, run) in jobs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from oracle import (
     make_graph,
     parts,
     probe,
+    second_is_empty,
     whole,
     workers,
 )
@@ -33,19 +34,13 @@ from torch_geometric.utils import scatter
 import pyg_sar
 
 # EdgeCNN with norms has one in its message.
-pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+pytestmark = [
+    pytest.mark.usefixtures("double"),  # LabelPropagation makes labels of it.
+    pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning"),
+]
 
 NODES, HIDDEN = 30, 4
 WORLDS = ((1, workers), (2, workers), (3, parts))
-
-
-@pytest.fixture(autouse=True)
-def double() -> Iterator[None]:
-    """LabelPropagation makes labels of the default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @functools.cache
@@ -59,14 +54,6 @@ def graph() -> Any:
     data.batch = (torch.arange(NODES) >= 11).long()
     data.z = torch.randn(NODES, HIDDEN, generator=draw, dtype=torch.float64)
     return data
-
-
-def assignment(world: int) -> Tensor:
-    """Interleaved parts; with three or more, the second is empty."""
-    part = torch.randint(world, (NODES,), generator=torch.Generator().manual_seed(2))
-    if world > 2:
-        part[part == 1] = 0
-    return part
 
 
 # Cases #######################################################################
@@ -477,7 +464,7 @@ def test_models_are_exact(world: int, launch: Any, tmp_path: Path):
     for name, (make, _) in CASES.items():
         torch.manual_seed(3)
         made[name] = make().double()
-    pyg_sar.write_partitions(graph(), world, tmp_path / "parts", assignment(world))
+    pyg_sar.write_partitions(graph(), world, tmp_path / "parts", second_is_empty(NODES, world))
     expected = {
         name: one_pass(copy.deepcopy(made[name]), run, graph()) for name, (_, run) in CASES.items()
     }

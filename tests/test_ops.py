@@ -46,14 +46,6 @@ TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 WIDTHS = (1, 3, 7, 16, 100, 257)
 
 
-@pytest.fixture
-def kernels() -> None:
-    """Skips where the kernels were not built."""
-    reason = ops.why_missing()
-    if reason is not None:
-        pytest.skip(f"no C++ kernels: {reason}")
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -28,7 +28,6 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.kernels import ops
 
 SWITCHES = (
     SARPolicy(),
@@ -36,14 +35,6 @@ SWITCHES = (
     SARPolicy(prefetch=0, message_budget=1),
     SARPolicy(kernels="off"),
 )
-
-
-@pytest.fixture
-def kernels() -> None:
-    """Skips where the kernels were not built."""
-    reason = ops.why_missing()
-    if reason is not None:
-        pytest.skip(f"no C++ kernels: {reason}")
 
 
 class Weighted(MessagePassing):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from combinations import some
 from oracle import (
     CHANNELS,
     EDGE_DIM,
@@ -135,9 +136,9 @@ def test_layers_equal_pyg(
     data, sweep = stars(), Sweep(world)
     torch.manual_seed(0)
     policies = POLICIES if world == 3 else POLICIES[1::3]
-    for name, make in LAYERS.items():
+    for name in LAYERS if world == 3 else some(list(LAYERS), f"{world}", 2):
         root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
-        sweep.add(name, Job(make().double(), root, (), policies), data)
+        sweep.add(name, Job(LAYERS[name]().double(), root, (), policies), data)
     sweep.check()
 
 

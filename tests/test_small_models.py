@@ -25,7 +25,11 @@ REFUSED = {
 }
 """Models that are refused on several workers, and a part of the error's text."""
 
-SHARES = {"2 workers": (0, 1), "3 workers": (2,), "3 parts": (3, 4, 5)}
+SHARES: dict[str, tuple[int, ...]] = {
+    "2 workers": (),
+    "3 workers": (2,),
+    "3 parts": (0, 1, 3, 4, 5),
+}
 """Which twelfths of the models run where; with ``--all`` all of them everywhere."""
 
 ALWAYS = (
