@@ -112,6 +112,25 @@ def test_a_first_call_runs_the_message_on_made_up_edges_twice(root: Path, dropou
         assert first[2:] == second == backward and sum(first[:2]) < 100, first
 
 
+def reruns(root: Path) -> list[int]:
+    """How often a message runs again in the backward pass, by the policy of each call."""
+    runs: list[int] = []
+    layer = pyg_sar.distribute(Counting(0.0, runs.append))
+    data, found = pyg_sar.load_partition(root), []
+    for mode in (1, 1, 2, 2, 1):
+        layer.policy = pyg_sar.SARPolicy(mode=mode)
+        out = layer(data.x.requires_grad_(), data.edge_index)
+        del runs[:]
+        out.sum().backward()
+        found.append(len(runs))
+    return found
+
+
+def test_a_layer_whose_policy_changes_runs_by_the_new_one(root: Path) -> None:
+    for again in workers(reruns, 3, root):
+        assert again[0] == again[1] == again[4] > 0 == again[2] == again[3], again
+
+
 def modes_entered(root: Path) -> list[int]:
     """How often draws are watched for, in the first call and in a later one, both ways."""
     data, calls = pyg_sar.load_partition(root), benchmark("calls")
