@@ -114,11 +114,9 @@ def train(way: str, data: Any, seed: int, given: argparse.Namespace) -> dict[str
     masks = [(mask[:, seed] if mask.dim() == 2 else mask).bool() for mask in masks]
     edges = data.edges if way in dgl.WAYS else data.edge_index
     torch.manual_seed(seed)
-    model: Any
-    if way in dgl.WAYS:
-        model = dgl.GraphSAGE(data.num_features, given.hidden, int(data.y.max()) + 1, 0.5)
-    else:
-        model = GraphSAGE(data.num_features, given.hidden, 2, int(data.y.max()) + 1, dropout=0.5)
+    classes = int(data.y.max()) + 1
+    model: Any = GraphSAGE(data.num_features, given.hidden, 2, classes, dropout=0.5)
+    model = dgl.GraphSAGE(model, 0.5) if way in dgl.WAYS else model
     model = pyg_sar.distribute(model) if "pyg_sar" in way else model
 
     def whole() -> Iterator[tuple[Tensor, Tensor]]:

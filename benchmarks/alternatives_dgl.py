@@ -43,14 +43,20 @@ def quiet() -> Iterator[None]:
 
 
 class GraphSAGE(torch.nn.Module):
-    """PyG's ``GraphSAGE`` of two layers, in DGL's layers."""
+    """PyG's ``GraphSAGE`` of two layers, in DGL's layers, with its first weights."""
 
-    def __init__(self, features: int, hidden: int, classes: int, dropout: float) -> None:
+    def __init__(self, plain: Any, dropout: float) -> None:
         import dgl.nn
 
         super().__init__()
-        self.first = dgl.nn.SAGEConv(features, hidden, "mean")
-        self.last = dgl.nn.SAGEConv(hidden, classes, "mean")
+        with torch.random.fork_rng([]):
+            layers = [dgl.nn.SAGEConv(c.in_channels, c.out_channels, "mean") for c in plain.convs]
+        with torch.no_grad():
+            for layer, conv in zip(layers, plain.convs, strict=True):
+                layer.fc_neigh.weight.copy_(conv.lin_l.weight)
+                layer.fc_self.weight.copy_(conv.lin_r.weight)
+                layer.fc_self.bias.copy_(conv.lin_l.bias)
+        self.first, self.last = layers
         self.dropout = dropout
 
     def forward(self, x: Tensor, graph: Any) -> Tensor:
