@@ -67,6 +67,16 @@ def rows_written(x, data):
     return x
 
 
+@between()
+def runs_of_rows_written_beside_ids(x, data):
+    x = x.clone()
+    mask = torch.arange(WIDTH) % 3 == 1
+    x[3:19:2, mask] += 1.0
+    x[2, [0, 5]] = x[7, [1, 3]]
+    x[-1, mask] = x[:, 0].sum()
+    return x
+
+
 @between(parameter(NODES, WIDTH))
 def filled_in_a_loop(x, data, weight):
     out = torch.zeros_like(x)
@@ -159,6 +169,24 @@ def two_nodes_at_a_time(x, data):
     return (x.view(NODES // 2, 2, WIDTH).mean(1, keepdim=True) + x.view(-1, 2, WIDTH)).view(
         -1, WIDTH
     )
+
+
+@between()
+def rows_of_a_table_of_neighbors(x, data):
+    table = torch.arange(3 * NODES).mul(7).remainder(NODES).view(NODES, 3)
+    found = F.relu(x[table.view(-1)].view(NODES, 3, WIDTH), inplace=True)
+    pairs = torch.cat([x, x.sin()]).view(2, NODES, WIDTH)
+    return found.max(1).values + pairs[1]
+
+
+@between()
+def groups_written_through_a_view(x, data):
+    x = x.clone()
+    groups = x.view(NODES // 4, 4, WIDTH)
+    groups[:, 0] = 0.5
+    groups.mul_(2)
+    groups[3].zero_()
+    return x
 
 
 @between()

@@ -779,6 +779,27 @@ def gradients_of_features_kept(data, ready):
 
 
 @model
+def fused_optimizers(data, ready):
+    net, found = Encoder(CLASSES), []
+    net.table = nn.Embedding(NODES, FEATURES)
+    net = ready(net.to(DOUBLE))
+    for kind, options in (
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ):
+        optimizer = kind(net.parameters(), lr=0.01, fused=True, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = net(data.x + net.table.weight, data.edge_index)
+            F.cross_entropy(out, data.y).backward()
+            optimizer.step()
+        found += [t.detach().clone() for t in net.state_dict().values()]
+    return found
+
+
+@model
 def frozen_layers_and_groups(data, ready):
     net = ready(Encoder(CLASSES).to(DOUBLE))
     for p in net.first.parameters():

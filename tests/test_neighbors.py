@@ -275,14 +275,16 @@ def by_pyg_lib(root: Path | None) -> list[Any]:
     data = ordered_graph() if root is None else pyg_sar.load_partition(root)
     torch.manual_seed(0)
     dynamic = DynamicEdgeConv(torch.nn.Linear(10, 3), 4)
-    layers = [dynamic, gnn.GravNetConv(5, 3, 3, 4, 4)]
+    layers = [dynamic, gnn.GravNetConv(5, 3, 3, 4, 4), gnn.XConv(5, 8, 3, 4, hidden_channels=4)]
     model = torch.nn.ModuleList(layers).double()
     model = model if root is None else pyg_sar.distribute(model)
     outs = [model[0](data.x, data.batch), model[1](data.x, data.batch)]
+    outs.append(model[2](data.x, data.pos, data.batch))
     sum(out.square().mean() for out in outs).backward()
     found = [
         *(whole(out.detach()) for out in outs),
         *(p.grad for p in model.parameters()),
+        *model.buffers(),
         whole(gnn.knn_graph(data.pos, 3, data.batch)),
         whole(gnn.radius_graph(data.pos, RADIUS, max_num_neighbors=None)).sort(1).values,
         whole(gnn.knn(data.x, data.pos[:, :1].expand(-1, 5), 2)),
@@ -290,9 +292,6 @@ def by_pyg_lib(root: Path | None) -> list[Any]:
     if root is not None:
         with pytest.raises(DistributedIndexError, match="more than max_num_neighbors=3"):
             gnn.radius_graph(data.pos, RADIUS, max_num_neighbors=3)
-        points = pyg_sar.distribute(gnn.XConv(5, 8, 3, 4, hidden_channels=4).double())
-        with pytest.raises(DistributedIndexError, match=r"would not keep rows together"):
-            points(data.x, data.pos, data.batch)  # It views edges as [N, K, *].
     return found
 
 

@@ -496,7 +496,6 @@ REFUSED: dict[str, Callable[[Values], Any]] = {
     "runs of memory": lambda v: v.x.as_strided((N, 2), (5, 1)),
     "a shape that changes": lambda v: v.x.resize_(N, 1),
     "merged rows": lambda v: v.z.transpose(0, 1).reshape(3, 2 * N),
-    "rows and a mask of columns": lambda v: put(v.x, (slice(2, 5), v.x[0] > 0), 1.0),
     "random numbers by others, transposed": lambda v: v.x.t().bernoulli_(v.x.t().sigmoid()),
     "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
 }

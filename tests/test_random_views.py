@@ -71,6 +71,8 @@ STEPS: dict[int, tuple[Step, ...]] = {
         *(lambda x: x.reshape(x.size(0), -1), lambda x: x.reshape(x.size(0), 2, -1)),
         *(lambda x: x @ _ones(x.size(-1), 3), lambda x: F.linear(x, _ones(4, x.size(-1)))),
         *(lambda x: x.unbind(-1)[0], lambda x: x.select(-1, 0), lambda x: x.tril()),
+        *(lambda x: x.unflatten(0, (2, -1)), lambda x: x.reshape(-1, 2, *x.shape[1:])),
+        *(lambda x: x.flatten(0, 1), lambda x: (x * 1).unflatten(0, (-1, 2)).mul_(2)),
         *(lambda x: x.swapaxes(0, 1), lambda x: x[x.reshape(x.size(0), -1)[:, 0] > 0]),
         *(lambda x: _ones(3, x.size(-2)) @ x, lambda x: x.transpose(-1, -2) @ x),
     ),

@@ -18,11 +18,7 @@ from small_models import MODELS, SEED, make_graph
 import pyg_sar
 from pyg_sar.tensors import mapped, whole
 
-REFUSED = {
-    "two_nodes_at_a_time": "'aten.view' of node tensors (shapes [48, 8]; rank 0) to [24, 2, 8] "
-    "would not keep rows together",
-    "random_slopes": "'aten.rrelu_with_noise' of node tensors",
-}
+REFUSED = {}
 """Models that are refused on several workers, and a part of the error's text."""
 
 SHARES: dict[str, tuple[int, ...]] = {
@@ -35,6 +31,7 @@ SHARES: dict[str, tuple[int, ...]] = {
 ALWAYS = (
     *("ranking_of_all_pairs", "transposed_parameter_dropped", "dropped_across", "pairs_of_nodes"),
     *("layer_of_a_computed_weight", "layer_with_a_mean_over_all_nodes", "gps_layer"),
+    *("two_nodes_at_a_time", "rows_of_a_table_of_neighbors", "random_slopes"),
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
     *("gradient_penalty", "meta_learning_by_functional_call"),

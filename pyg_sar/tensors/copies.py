@@ -31,12 +31,18 @@ class Origin:
         source: What it is a view of.
         view: Returns the same view of another tensor with the source's rows.
         row: The number of the one row that it is a copy of, if so.
+        back: Of a copy whose rows have changed places: returns the source's rows of it.
     """
 
     def __init__(
-        self, copy: Tensor, source: Any, view: Callable[[Any], Any], row: int | None = None
+        self,
+        copy: Tensor,
+        source: Any,
+        view: Callable[[Any], Any] | None = None,
+        row: int | None = None,
+        back: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.copy, self.source, self._view, self.row = copy, source, view, row
+        self.copy, self.source, self._view, self.row, self._back = copy, source, view, row, back
         self._seen = source.writes.count
 
     def stale(self) -> bool:
@@ -51,8 +57,11 @@ class Origin:
             source[self.row] = self.copy
             self._seen = source.writes.count
             return
-        places = torch.arange(local.numel(), device=local.device).view(local.shape)
-        local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
+        if self._back is not None:
+            local.copy_(self._back(self.copy))
+        elif self._view is not None:
+            places = torch.arange(local.numel(), device=local.device).view(local.shape)
+            local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
         source.writes.add()
         self._seen = source.writes.count
         if source.origin is not None:

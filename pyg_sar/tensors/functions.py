@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, method, refusal, rule, whole
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    method,
+    name_of,
+    node_tensors,
+    refusal,
+    rule,
+    whole,
+)
+from pyg_sar.tensors.operands import own
 
 
 @method(Tensor.data.__set__)  # type: ignore[attr-defined]
@@ -107,6 +116,25 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
     for gradient in gradients:
         found.masked_fill_(~gradient.isfinite().all(), 1.0)
         gradient.mul_(factor)
+
+
+@rule("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+def _fused_optimizer(func: Any, args: Any, kwargs: Any) -> Any:
+    """A step of parameters, each number for itself: gradients and states have their rows."""
+    lists = [list(given) for given in args if isinstance(given, list | tuple)]
+    for k, parameter in enumerate(args[0]):
+        for place, tensors in enumerate(lists):
+            if k >= len(tensors) or not node_tensors(parameter, tensors[k]):
+                continue
+            kept = isinstance(parameter, NodeTensor)
+            if place == 1 and not kept:
+                tensors[k] = whole(tensors[k], name_of(func))
+            elif kept and (place == 1 or _alike(parameter, tensors[k])):
+                tensors[k] = own(tensors[k], parameter.rows, parameter.axis)
+            elif tensors[k].dim():  # The number of steps has no rows.
+                why = "takes states with the parameter's rows: set fused=False"
+                raise refusal(func, why, parameter, tensors[k])
+    return func(*lists, *args[len(lists) :], **kwargs)
 
 
 # Functions that leave torch ###################################################

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors.copies import Origin, row_copy
 from pyg_sar.tensors.node_tensor import NodeTensor, as_it_is, method
 
@@ -114,19 +113,18 @@ def _axes(part: Any) -> int | None:
 
 
 def _set_rows(target: NodeTensor, parts: list[Any], place: int, value: Any) -> None:
-    """Writes rows that are named by a number or a run, all other axes by numbers or runs."""
-    others = [part for k, part in enumerate(parts) if k != place]
+    """Writes rows that are named by a number or a run."""
+    named, total = parts[place], target.size(target.axis)
     if not all(
         part is None or part is Ellipsis or isinstance(part, slice) or _is_row(part)
-        for part in others
-    ):
-        raise DistributedIndexError(
-            "x[rows, columns] = values with a number or a run of rows beside a mask or ids is not "
-            f"supported for node tensors (shape {list(target.shape)}, rank "
-            f"{target.rows.comm.rank}): name the rows by a mask or ids, too"
-        )
-    named = parts[place]
-    total = target.size(target.axis)
+        for k, part in enumerate(parts)
+        if k != place
+    ):  # Beside a mask or ids a number is an id, and a run a view of its own.
+        run = isinstance(named, slice)
+        rows = target[(slice(None),) * target.axis + (named,)] if run else target
+        parts[place] = slice(None) if run else torch.tensor([int(named)], device=target.device)
+        rows[tuple(parts)] = value
+        return
     ids = torch.arange(total, device=target.device)[named]
     view = target[tuple(slice(None) if k == place else part for k, part in enumerate(parts))]
     if not isinstance(view, NodeTensor):

@@ -495,7 +495,7 @@ def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
         out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
     if out.edges is None:
-        out.origin = Origin(out.local, source, view)
+        out.origin = out.origin or Origin(out.local, source, view)
     else:  # The same ids, which nothing has asked for yet.
         out.writes, edges = source.writes, out.edges
         out.edges = edges

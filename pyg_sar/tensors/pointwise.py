@@ -22,7 +22,6 @@ from pyg_sar.tensors.node_tensor import (
     new_in_order,
     node_tensors,
     refusal,
-    refused,
     rule,
     tensors_in,
 )
@@ -313,14 +312,29 @@ def _of_rows(func: Any, args: Any, kwargs: Any) -> Tensor:
     return torch.cat(drawn).index_select(0, order.argsort())
 
 
-@rule("rrelu_with_noise")
+@rule("rrelu_with_noise", "rrelu_with_noise_")
+@_marked
 def _rrelu(func: Any, args: Any, kwargs: Any) -> Any:
-    """In evaluation a leaky ReLU; in training the numbers drawn depend on other rows' signs."""
+    """In evaluation a leaky ReLU; in training a slope is drawn wherever a number is negative."""
     given = arguments(func, args, kwargs)
-    if given["training"]:
-        return refused(func, args, kwargs)
-    slope = (given["lower"] + given["upper"]) / 2
-    return torch.ops.aten.leaky_relu(given["self"], slope).contiguous()  # As torch's lies.
+    source, noise = given["self"], given["noise"]
+    bounds = given["lower"], given["upper"]
+    if not given["training"]:  # As torch's lies.
+        out = torch.ops.aten.leaky_relu(source, sum(bounds) / 2).contiguous()
+    elif _order_in_memory(func, source) is not None:
+        raise refusal(func, _OTHER_ORDER, source)  # PyTorch's own gradient is wrong there.
+    else:
+
+        def slopes(numbers: Tensor) -> Tensor:
+            drawn = torch.empty_like(numbers)
+            torch.ops.aten.rrelu_with_noise(numbers, drawn, *bounds, True, given["generator"])
+            return drawn
+
+        own = _of_rows(slopes, (source,), {})
+        noise.local.copy_(own)
+        noise.writes.add()
+        out = wrap(source.local * own, source.rows, source.axis)
+    return source.copy_(out) if func._schema.name.endswith("_") else out
 
 
 @rule("native_dropout")

@@ -526,6 +526,8 @@ class Rows:
             rows.ends = next((p.ends for p in parts if p.ends), ())
             for part, start, first in zip(parts, starts, here, strict=False):
                 rows.parts[start, start + part.total] = part, first
+            if all(part is self for part in others):
+                rows.origins["repeated", len(parts)] = self
             return rows
 
         return self.keep(("joined", *map(id, others)), others, make)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
+from pyg_sar.tensors.copies import Origin
 from pyg_sar.tensors.node_tensor import (
     RULES,
     NodeTensor,
@@ -75,10 +76,12 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if found is None:
         flat = len(shape) == 1 or not source.numel()
         passes_back = torch._C._current_graph_task_id() != -1  # What was viewed isn't known there.
-        if flat or passes_back or source.rows.total == 1:
-            gathered = whole(source, "reshape()")
-            return gathered.reshape(shape)
-        raise refusal(func, f"to {list(shape)} would not keep rows together", source)
+        if flat or source.rows.total == 1:
+            return whole(source, "reshape()").reshape(shape)
+        moved = _rows_in_groups(source, shape)
+        if moved is None and not passes_back:
+            raise refusal(func, f"to {list(shape)} would not keep rows together", source)
+        return whole(source, "reshape()").reshape(shape) if moved is None else moved
     rows, axis = found
     if source.edges is not None and shape == list(source.shape):
         return _same_edges(source)
@@ -86,6 +89,35 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     local[axis] = rows.count
     out = wrap(source.local.reshape(local), rows, axis)
     return out if out.is_floating_point() else _same_column(source, out)
+
+
+def _rows_in_groups(source: NodeTensor, shape: list[int]) -> NodeTensor | None:
+    """Returns a view of groups of rows, ``[A B, *]`` as ``[A, B, *]``: rows change places for it.
+
+    Rows lie as those of a layout of A or B rows that is known, or evenly where none is.
+    """
+    at, old = source.axis, source.shape
+    known = [n for n in shape if known_rows(source, n) is not None]
+    for size in (*known, *sorted(shape, reverse=True)):
+        times, odd = divmod(source.rows.total, max(size, 1))
+        rows = known_rows(source, size) or source.rows.share(size)
+        for moved in (rows.widened(times), rows.repeated(times)) if not odd else ():
+            found = _new_rows(moved, at, old, shape)
+            if found is not None:
+                return _moved_view(source, moved, shape, *found)
+    return None
+
+
+def _moved_view(
+    source: NodeTensor, moved: Rows, shape: list[int], rows: Rows, axis: int
+) -> NodeTensor:
+    """Returns a view of rows in the places of ``moved``. What is written into it moves back."""
+    there = source.rows.moved(source.local, source.axis, moved)
+    sizes = [rows.count if d == axis else n for d, n in enumerate(shape)]
+    out = wrap(there.reshape(sizes), rows, axis)
+    back = lambda copy: moved.moved(copy.reshape(there.shape), source.axis, source.rows)  # noqa: E731
+    out.origin = Origin(out.local, source, back=back)
+    return out
 
 
 def _same_column(source: NodeTensor, out: NodeTensor) -> NodeTensor:
