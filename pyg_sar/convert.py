@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -12,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import check_type
-from pyg_sar.message.row_modules import has_foreign_module
+from pyg_sar.message.row_modules import has_foreign_module, is_compiled, overridden_entry
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
-from pyg_sar.nn.global_inputs import refuse_entry
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
@@ -95,7 +96,6 @@ def distribute(
 
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
-        DistributedIndexError: When a layer has a ``propagate`` or ``edge_updater`` of its own.
         ValueError: When a layer's parameters don't exist yet, a layer is not known, the model is on
             another device than the workers' data, a norm within a layer is not known, the model
             holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes
@@ -118,11 +118,15 @@ def distribute(
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
-        if isinstance(module, MessagePassing):
+        kind: Any = type(module)
+        if isinstance(module, MessagePassing) and overridden_entry(kind):
+            if comm.world_size > 1:
+                _warn_of_entry(name, kind)
+        elif isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
-                module.__dict__.pop("propagate", None)
-                module.__dict__.pop("edge_updater", None)
-                kind: Any = type(module)
+                for entry in ("propagate", "edge_updater"):
+                    if is_compiled(vars(module).get(entry), kind, entry):
+                        del vars(module)[entry]
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
@@ -131,16 +135,15 @@ def distribute(
                 module.own_graphs = graphs
             if not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
-        elif type(module) in NORMS:
+        elif kind in NORMS:
             # One process has all rows; ``SyncBatchNorm`` alone is for GPUs.
             if comm.world_size > 1 or isinstance(module, torch.nn.SyncBatchNorm):
-                plain: Any = type(module)
-                module.__class__ = named_as(NORMS[plain], plain)
+                module.__class__ = named_as(NORMS[kind], kind)
             if not isinstance(module, torch.nn.InstanceNorm1d):
                 _take_whole(module, name, shared)
-        elif type(module) is torch.nn.MultiheadAttention:
+        elif kind is torch.nn.MultiheadAttention:
             whole_kind: Any = GlobalMultiheadAttention
-            module.__class__ = named_as(whole_kind, torch.nn.MultiheadAttention)
+            module.__class__ = named_as(whole_kind, kind)
     if comm.world_size > 1:
         shared.known_to(comm, model)
     if comm.across is not None:
@@ -148,6 +151,17 @@ def distribute(
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model
+
+
+def _warn_of_entry(name: str, kind: type) -> None:
+    warnings.warn(
+        f"{kind.__name__} {name!r} has a method {overridden_entry(kind)}() of its own. So it runs "
+        "as PyG does, on tensors of the whole graph: each worker holds the messages of all its "
+        "edges, as with SARPolicy(mode=3), or more. What message(), aggregate() or update() does "
+        "runs shard by shard",
+        OneShotWarning,
+        stacklevel=3,
+    )
 
 
 def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:
@@ -223,9 +237,6 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
         refuse_wrapped(model)
         for name, module in modules.items():
             _check_process_group(name, module)
-    for module in modules.values():
-        if isinstance(module, MessagePassing):
-            refuse_entry(module, comm.rank)
     if comm.world_size == 1:
         return
     layers = [module for module in modules.values() if isinstance(module, MessagePassing)]

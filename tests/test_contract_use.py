@@ -37,7 +37,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import DistributedIndexError, WorkerError
+from pyg_sar.errors import WorkerError
 from pyg_sar.message.layer_state import TileValue
 
 WORLD = 3
@@ -326,16 +326,25 @@ def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
     return 2 * out
 
 
+def hook_propagate_input(layer: MessagePassing, inputs: Any) -> Any:
+    edge_index, size, arguments = inputs
+    return edge_index, size, {**arguments, "x": arguments["x"] - arguments["x"].mean(0)}
+
+
+def centred(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
+    """Tensors are of the whole graph: of all its nodes, or edges."""
+    return out - out.mean(0)
+
+
 HOOKS: dict[str, tuple[str, Any]] = {
     "message, before": ("register_message_forward_pre_hook", hook_message_input),
     "message, after": ("register_message_forward_hook", double),
     "aggregate, after": ("register_aggregate_forward_hook", double),
+    "propagate, before": ("register_propagate_forward_pre_hook", hook_propagate_input),
+    "propagate, after": ("register_propagate_forward_hook", centred),
+    "edge_update, before": ("register_edge_update_forward_pre_hook", hook_message_input),
+    "edge_update, after": ("register_edge_update_forward_hook", centred),
 }
-REFUSED = [
-    (f"register_{name}_forward{when}_hook", lambda *_: None)
-    for name in ("propagate", "edge_update")
-    for when in ("", "_pre")
-]
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -352,19 +361,6 @@ def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     bare.add(name, Job(plain, root), graph)
     assert error(sweep.expected[0].out, bare.expected[0].out) > 1e-3, "the hook does something"
     sweep.check()
-
-
-def test_hooks_that_see_a_workers_rows_are_refused(root: Path):
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        for make in (Gated, lambda: gnn.GATConv(CHANNELS, CHANNELS)):
-            for method, hook in REFUSED:
-                layer: Any = pyg_sar.distribute(make().double())
-                getattr(layer, method)(hook)
-                with pytest.raises(DistributedIndexError, match=f"has a hook in '_{method[9:]}s'"):
-                    layer(data.x, data.edge_index)
-
-    workers(worker, WORLD)
 
 
 def test_module_hooks(graph: Data, root: Path):

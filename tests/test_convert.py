@@ -45,7 +45,6 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import DistMessagePassing, SARPolicy
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.compiled import Compiled
 
 WORLD = 3
@@ -583,50 +582,64 @@ def test_an_explained_layer_is_exact(layer: Any, graph: Data, root: Path):
     assert max(error(out, expected) for out in workers(worker, WORLD)) <= TOLERANCE
 
 
-def test_an_explainer_that_collects_messages_is_refused(graph: Data, root: Path):
-    """Messages come tile by tile: it would take the first tile's weights for those of all edges."""
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        for mode in (1, 3):
-            model = pyg_sar.distribute(gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode))
-            explainer = Explainer(
-                model,
-                AttentionExplainer(),
-                explanation_type="model",
-                edge_mask_type="object",
-                model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-            )
-            with pytest.raises(DistributedIndexError, match="AttentionExplainer collects"):
-                explainer(data.x, data.edge_index)
-
-    workers(worker, WORLD)
+EXPLAINERS: dict[str, Any] = {
+    "attention": (AttentionExplainer, {}, lambda: gnn.GATConv(CHANNELS, CHANNELS)),
+    "graph mask": (
+        lambda: GraphMaskExplainer(1, epochs=2, log=False),
+        {"node_mask_type": "attributes"},
+        lambda: gnn.GraphConv(CHANNELS, CHANNELS),
+    ),
+}
 
 
-def test_an_explainer_with_a_message_of_its_own_is_refused(graph: Data, root: Path):
-    """It would see one worker's messages: its mean over edges gave other numbers, silently."""
+@pytest.mark.parametrize("name", EXPLAINERS)
+@pytest.mark.usefixtures("double")
+def test_explainers_that_read_messages(name: str, graph: Data, root: Path):
+    """They see, and change, the messages of all edges, on each worker."""
+    make, options, layer = EXPLAINERS[name]
+    graph = Data(x=graph.x, edge_index=graph.edge_index)
 
-    def explain_message(self: Any, inputs: Tensor, x_i: Tensor, x_j: Tensor) -> Tensor:
-        return inputs - inputs.mean(0)
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, 3).double())
+    def explained(data: Any, ready: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = ready(layer())
         explainer = Explainer(
-            layer,
-            GraphMaskExplainer(1, epochs=1, log=False),
+            model,
+            make(),
             explanation_type="model",
-            node_mask_type="attributes",
             edge_mask_type="object",
             model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+            **options,
         )
-        with pytest.raises(DistributedIndexError, match="'explain_message' .*graphmask_explainer"):
-            explainer(data.x, data.edge_index, index=3)
-        layer.explain_message = explain_message.__get__(layer)
-        with pytest.raises(DistributedIndexError, match="'explain_message' of its own, of test_co"):
-            layer(data.x, data.edge_index)
+        found = explainer(data.x, data.edge_index, index=3)
+        after = model(data.x, data.edge_index)  # It runs as before.
+        masks = [mask for mask in (found.edge_mask, found.get("node_mask")) if mask is not None]
+        return [whole(t.detach()) for t in (*masks, after)]
 
-    both(worker, WORLD)
+    def worker() -> list[Tensor]:
+        return explained(pyg_sar.load_partition(root), pyg_sar.distribute)
+
+    expected = explained(graph, lambda module: module)
+    for found in both(worker, WORLD):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_an_explained_message_of_ones_own(graph: Data, root: Path):
+    """A mean over edges is that of all workers' edges."""
+
+    def explain_message(self: Any, inputs: Tensor, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return inputs - inputs.mean(0) * (x_i - x_j).mean()
+
+    def explained(data: Any, ready: Any) -> Tensor:
+        torch.manual_seed(3)
+        layer = ready(gnn.GraphConv(CHANNELS, CHANNELS).double())
+        layer.explain, layer.explain_message = True, explain_message.__get__(layer)
+        return whole(layer(data.x, data.edge_index).detach())
+
+    def worker() -> Tensor:
+        return explained(pyg_sar.load_partition(root), pyg_sar.distribute)
+
+    expected = explained(graph, lambda module: module)
+    assert max(error(out, expected) for out in both(worker, WORLD)) <= TOLERANCE
 
 
 def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):

@@ -266,6 +266,9 @@ def hooks_of(kind: Callable[[], torch.nn.Module], *more: str) -> Case:
     def case(data: Data, converted: Converted) -> Any:
         layer, seen = converted(kind()), []
         given = [data[name] for name in more]
+        if isinstance(layer, SAGEConv):
+            torch.nn.utils.spectral_norm(layer.lin_r)  # A hook of torch, of parameters.
+            layer.lin_l.register_forward_hook(lambda _, args, out: out - out.mean(0))
         layer.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(0), *args[1:]))
         layer.register_forward_hook(lambda _, args, out: out / out.norm(dim=0))
         layer.register_forward_hook(
@@ -299,14 +302,10 @@ def test_hooks_see_the_whole_graph(tmp_path: Path) -> None:
 
     def refused() -> None:
         data = pyg_sar.load_partition(tmp_path / "parts")
-        conv = Converted(data)(SAGEConv(6, 3))
-        torch.nn.utils.spectral_norm(conv.lin_r)  # A hook of torch, of parameters.
-        conv(data.x, data.edge_index)
-        for owner, name in ((conv.lin_l, "forward"), (conv, "propagate_forward")):
-            handle = getattr(owner, f"register_{name}_hook")(lambda _, args, out: out - out.mean(0))
-            with pytest.raises(DistributedIndexError, match=f"SAGEConv has a hook in '_{name}_h"):
-                conv(data.x, data.edge_index)
-            handle.remove()
+        norm = Converted(data)(gnn.BatchNorm(6))
+        norm.module.register_forward_hook(lambda _, args, out: out - out.mean(0))
+        with pytest.raises(DistributedIndexError, match="BatchNorm '' has a hook in '_forward_h"):
+            norm(data.x)
 
     pyg_sar.launch(refused, 1, parts=3)
 

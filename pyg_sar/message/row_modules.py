@@ -60,24 +60,29 @@ def has_foreign_module(layer: nn.Module) -> bool:
     return False
 
 
+_ENTRIES = "propagate", "edge_updater", "__call__"
+
+
 def replaced_entry(layer: Any) -> str:
-    """Returns which of a layer's methods that this package replaces is a user's; ``''`` if none.
+    """Returns which of the methods that this package replaces was put on a layer; ``''`` if none.
 
     PyG compiles ``propagate`` of each class, and puts that on a layer that is, or was, explained.
 
     Args:
         layer: A layer of PyG, or a norm, which asks the other workers in its ``forward``.
     """
-    kind: Any = type(layer)
-    if not isinstance(layer, MessagePassing):
-        own = vars(layer).get("forward")
-        return "forward" if own is not None and home_of(own) != "pyg_sar" else ""
-    for name in ("propagate", "edge_updater", "__call__"):
+    for name in _ENTRIES if isinstance(layer, MessagePassing) else ("forward",):
         own = vars(layer).get(name)
-        definer = next(base for base in kind.__mro__ if name in vars(base))
-        standing_in = own is None or home_of(own) == "pyg_sar"
-        if not (standing_in or is_compiled(own, kind, name)):
+        users = own is not None and home_of(own) != "pyg_sar"
+        if users and not is_compiled(own, type(layer), name):
             return name
+    return ""
+
+
+def overridden_entry(kind: Any) -> str:
+    """Returns which of the methods that this package replaces is of a user's class of layers."""
+    for name in _ENTRIES:
+        definer = next(base for base in kind.__mro__ if name in vars(base))
         method = vars(definer)[name]
         if home_of(method) not in ("torch_geometric", "pyg_sar", "torch") and (
             method.__module__ != _compiled_in(definer, name)

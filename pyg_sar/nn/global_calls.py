@@ -36,14 +36,14 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
-from pyg_sar.engine.analysis import needs_sorted_edges, title_of
+from pyg_sar.engine.analysis import title_of
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, hooks_of, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
-    refuse_entry,
-    refuse_inner_hooks,
+    is_watched,
+    refuse_watched,
     with_edges_of_matrix,
     with_hooks,
     without_matrix,
@@ -63,7 +63,6 @@ from pyg_sar.tensors.pointwise import known_rows
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
-_ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
 _EDGE_METHODS = "message", "edge_update"
 _METHODS = frozenset({*_EDGE_METHODS, "aggregate", "update", "message_and_aggregate"})
 _OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges"})
@@ -102,7 +101,8 @@ class _Call:
                 f"between which of them they are (rank {self.comm.rank}): pass the nodes' tensor "
                 "as 'x' and the edges as int64 [2, E]"
             )
-        refuse_inner_hooks(module, self.comm.rank)
+        if not layers:
+            refuse_watched(module, self.comm.rank)
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
@@ -424,79 +424,6 @@ def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any
                 yield vars(module), name, value
 
 
-@contextmanager
-def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """A layer that is being explained has masks of this worker's edges. See ``set_masks`` of PyG.
-
-    Args:
-        layer: The module.
-        args: What it is called with.
-        kwargs: The same by name.
-
-    Raises:
-        DistributedIndexError: The masks are not of the edges that it is called with, the edges
-            go to other workers on their way, or not PyG's own function takes the messages: that
-            sees a worker's edges alone.
-    """
-    if not isinstance(layer, MessagePassing) or not layer.explain:
-        yield
-        return
-    mask, comm = getattr(layer, "_edge_mask", None), current()
-    title = f"{type(layer).__name__} (rank {comm.rank})"
-    function = getattr(layer.explain_message, "__func__", layer.explain_message)
-    if comm.world_size > 1 and function is not MessagePassing.explain_message:
-        raise DistributedIndexError(
-            f"{title} has an 'explain_message' of its own, of {function.__module__}, which would "
-            "take a worker's messages for those of all edges: take an explainer that sets masks "
-            "of edges, as GNNExplainer, or explain the plain model on one process"
-        )
-    if mask is None:
-        yield
-        return
-    edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
-    if len(edges) != 1 or mask.shape != (edges[0].size(1),):
-        raise DistributedIndexError(
-            f"{title} is explained by a mask of shape {list(mask.shape)}, which is not that of its "
-            "edges"
-        )
-    turned = (layer.flow == "target_to_source") != (edges[0].edges.index.dist_row == 1)
-    if turned or needs_sorted_edges(layer):
-        raise DistributedIndexError(
-            f"{title} is explained, but its edges change their order, or their worker, on their "
-            "way: explain a model with flow='source_to_target' and sums, means or maxima"
-        )
-    rows, loops = edges[0].rows, layer._loop_mask
-    explain = partial(_explain_message, layer, layer.explain_message, bool(loops.all()))
-    own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0), "explain_message": explain}
-    own["_edge_mask"]._pyg_sar_rows = True
-    own["_loop_mask"] = to_local(loops, rows, 0)
-    registry = layer._parameters
-    parameter = registry.pop("_edge_mask", None)
-    before = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
-    layer.__dict__.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            del layer.__dict__[name]
-        layer.__dict__.update(before)
-        if parameter is not None:
-            registry["_edge_mask"] = parameter
-
-
-def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwargs: Any) -> Tensor:
-    """Weighs messages by the mask; PyG tells by their number whether the layer added loops."""
-    if not no_loops:
-        comm, adds = current(), int(inputs.size(layer.node_dim) != layer._edge_mask.size(0))
-        changes = comm.all_reduce(torch.tensor([adds], device=inputs.device), "max", label=_LABEL)
-        if int(changes):
-            raise DistributedIndexError(
-                f"{type(layer).__name__} is explained on a graph with self-loops, in whose place "
-                f"it puts its own (rank {comm.rank}): remove them before the graph is partitioned"
-            )
-    return cast(Tensor, own(inputs, **kwargs))
-
-
 def _refuse_local(module: Any, *given: Any) -> None:
     """Raises on a worker's own edges, with which gradients would stay each worker's own.
 
@@ -531,16 +458,13 @@ class GlobalCalls:
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if not _ENTRIES.isdisjoint(vars(self)):
-            refuse_entry(self, current().rank)
-        if isinstance(self, MessagePassing) and (
-            not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self)
-        ):
-            own: Any = type(self)  # Something was put there after distribute().
-            self.__class__ = global_class(own.replaced, True)
-            for name in vars(self).keys() & _CACHES:  # Of this worker's edges.
-                vars(self)[name] = None
-            return self(*args, **kwargs)
+        if isinstance(self, MessagePassing):
+            if is_watched(self):
+                with between_node_tensors(self):
+                    return self(*args, **kwargs)
+            if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
+                between_node_tensors(self).__enter__()  # Put there after distribute().
+                return self(*args, **kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -549,8 +473,7 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        explaining = explained(self, args, kwargs)
-        with explaining, call.parameters(), own_rows_only():
+        with call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -565,6 +488,19 @@ class GlobalCalls:
             )
         whole: Any = super()
         return cast(Tensor, whole._propagate_whole(edge_index, size, kwargs, choice))
+
+
+@contextmanager
+def between_node_tensors(layer: Any) -> Iterator[None]:
+    """Meanwhile all that a layer computes in between is between tensors of the whole graph."""
+    own, caches = type(layer), {n: vars(layer)[n] for n in vars(layer).keys() & _CACHES}
+    layer.__class__ = global_class(own.replaced, True)
+    vars(layer).update(dict.fromkeys(caches))  # Of this worker's edges.
+    try:
+        yield
+    finally:
+        layer.__class__ = own
+        vars(layer).update(caches)
 
 
 def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -591,8 +527,6 @@ class GlobalPropagation(DistMessagePassing):
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
-        if not _ENTRIES.isdisjoint(vars(self)):
-            refuse_entry(self, current().rank)
         args, kwargs = without_matrix(self, args, kwargs)
         edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
         keeps = edges and self.policy.refresh_every > 1
@@ -608,12 +542,11 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        if vars(self).get("_mixes_edges"):
+        if vars(self).get("_mixes_edges") or is_watched(self):
             return self._on_whole_graph(edge_index, kwargs)
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
-            explaining = explained(self, (edge_index,), kwargs)
-            with explaining, call.parameters(), own_rows_only():
+            with call.parameters(), own_rows_only():
                 (edges,), local = call.arguments((edge_index,), kwargs)
                 edges = self._local_edges(edges)
                 (edges,), local = _sharing(call, (edges,), local)
@@ -621,7 +554,7 @@ class GlobalPropagation(DistMessagePassing):
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                     out = super().propagate(edges, **local)
         except DistributedIndexError as error:
-            if not error.mixes_edges or self.explain:
+            if not error.mixes_edges:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
         if call.axis is not None:
@@ -637,7 +570,7 @@ class GlobalPropagation(DistMessagePassing):
 
     def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
         refused = "" if choice.rows is None else choice.rows.agreed.refused
-        if refused and not self.explain:  # One worker has all edges, but in an order of its own.
+        if refused:  # One worker has all edges, but in an order of its own.
             title = f"{title_of(self)} can't be computed in the order that edges have here"
             error = DistributedIndexError(f"{title}: {refused}")
             error.mixes_edges = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -35,51 +35,60 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names
+from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hooks_of
 from pyg_sar.message.row_modules import is_compiled, replaced_entry
 from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
-_INNER_HOOKS = tuple(hook_names("propagate", "edge_update", "message_and_aggregate"))
+_ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
+_METHODS = "message", "aggregate", "edge_update", "propagate", "message_and_aggregate"
 
 
-def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
-    """Refuses hooks that are called within a layer, where they see this worker's rows.
+def is_watched(layer: MessagePassing) -> bool:
+    """Returns whether a user looks into a layer: it is explained, or has hooks within it.
 
-    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
-
-    Raises:
-        DistributedIndexError: Naming the module and the hook.
-    """
-    for name, inner in module.named_modules():
-        for kind in (*(MODULE_HOOKS if inner is not module else ()), *_INNER_HOOKS):
-            for hook in (inner.__dict__.get(kind) or {}).values():
-                if home_of(hook) not in ("torch", "torch_geometric"):
-                    raise DistributedIndexError(
-                        f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
-                        f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
-                        f"backward hook on the {type(module).__name__}"
-                    )
-
-
-def refuse_entry(layer: Any, rank: int) -> None:
-    """Refuses a user's method in the place of one by which a layer runs on several workers.
-
+    So do methods of the user's in the place of those by which a layer runs on several workers.
     PyG's own is taken away: it puts that on a layer that is explained, and leaves it there.
+    """
+    own = vars(layer)
+    if layer.explain or hooks_of(layer, *_METHODS):
+        return True
+    if not _ENTRIES.isdisjoint(own):
+        if replaced_entry(layer):
+            return True
+        if "propagate" in own and is_compiled(own["propagate"], type(layer), "propagate"):
+            del own["propagate"]
+    return next(_inner_hooks(layer), None) is not None
+
+
+def refuse_watched(module: torch.nn.Module, rank: int) -> None:
+    """Refuses hooks within a norm, say, and methods in the place of its own.
 
     Raises:
-        DistributedIndexError: Naming the layer and the method.
+        DistributedIndexError: Naming the module and what would see this worker's rows only.
     """
-    own = replaced_entry(layer)
+    kind = type(module).__name__
+    own = "" if _ENTRIES.isdisjoint(vars(module)) else replaced_entry(module)
+    for name, hooks in _inner_hooks(module):
+        own = f"a hook in '{hooks}' of its {name!r}"
     if own:
         raise DistributedIndexError(
-            f"{type(layer).__name__} {getattr(layer, 'ledger_name', '')!r} has a method {own}() of "
-            f"the user's (rank {rank}), which would see the rows of one worker: do that in "
-            "message(), aggregate() or update(), or in the model's forward()"
+            f"{kind} {getattr(module, 'ledger_name', '')!r} has {own} of the user's, which would "
+            f"see the rows of rank {rank} only: put a forward or backward hook on the {kind}, or "
+            "do that in the model's forward()"
         )
-    left = vars(layer).get("propagate")
-    if left is not None and is_compiled(left, type(layer), "propagate"):
-        del vars(layer)["propagate"]
+
+
+def _inner_hooks(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Hooks of modules within another one: their names, and where the hook is.
+
+    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
+    """
+    for name, inner in module.named_modules():
+        for kind in MODULE_HOOKS if inner is not module else ():
+            for hook in (inner.__dict__.get(kind) or {}).values():
+                if home_of(hook) not in ("torch", "torch_geometric"):
+                    yield name, kind
 
 
 def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -71,7 +71,6 @@ from pyg_sar.nn.propagation import (
     known_size,
     note_tensors,
     on_stand_ins,
-    refuse_collectors,
     refuse_local_ids,
     reversed_call,
     sorted_edges,
@@ -218,7 +217,6 @@ class DistMessagePassing(MessagePassing):
             if found is not None:
                 return found[0][0]
             return self._propagate_parts(edge_index, size, kwargs, choice)
-        refuse_collectors(self)
         edge_index = with_room(self, edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)

@@ -24,7 +24,6 @@ from torch_geometric.nn import (
 from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.engine.reverse import reversed_edges
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
@@ -44,21 +43,6 @@ def kind_of_argument(value: Any) -> Any:
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
         return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
-
-
-def refuse_collectors(layer: Any) -> None:
-    """Refuses hooks that take what they see for the messages of all edges, as they come in tiles.
-
-    Raises:
-        DistributedIndexError: When the layer has one of PyG's ``AttentionExplainer``.
-    """
-    for hook in layer._message_forward_hooks.values():
-        if str(getattr(hook, "__module__", "")).startswith("torch_geometric.explain"):
-            raise DistributedIndexError(
-                f"{title_of(layer)}: AttentionExplainer collects the attention weights of all "
-                "edges at once, which come tile by tile here: take another explainer, as "
-                "GNNExplainer, or explain the plain model on one process"
-            )
 
 
 def note_tensors(error: Exception, given: Mapping[str, Any], device: torch.device) -> None:
