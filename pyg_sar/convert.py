@@ -124,8 +124,8 @@ def distribute(
                 _warn_of_entry(name, kind)
         elif isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
-                for entry in ("propagate", "edge_updater"):
-                    if is_compiled(vars(module).get(entry), kind, entry):
+                for entry in {"propagate", "edge_updater"} & vars(module).keys():
+                    if is_compiled(vars(module)[entry], kind, entry):
                         del vars(module)[entry]
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__

@@ -331,6 +331,11 @@ def hook_propagate_input(layer: MessagePassing, inputs: Any) -> Any:
     return edge_index, size, {**arguments, "x": arguments["x"] - arguments["x"].mean(0)}
 
 
+def hook_edge_input(layer: MessagePassing, inputs: Any) -> Any:
+    edge_index, size, arguments = inputs
+    return edge_index, size, {**arguments, "x_j": arguments["x_j"] - arguments["x_j"].mean(0)}
+
+
 def centred(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
     """Tensors are of the whole graph: of all its nodes, or edges."""
     return out - out.mean(0)
@@ -342,7 +347,7 @@ HOOKS: dict[str, tuple[str, Any]] = {
     "aggregate, after": ("register_aggregate_forward_hook", double),
     "propagate, before": ("register_propagate_forward_pre_hook", hook_propagate_input),
     "propagate, after": ("register_propagate_forward_hook", centred),
-    "edge_update, before": ("register_edge_update_forward_pre_hook", hook_message_input),
+    "edge_update, before": ("register_edge_update_forward_pre_hook", hook_edge_input),
     "edge_update, after": ("register_edge_update_forward_hook", centred),
 }
 

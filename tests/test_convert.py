@@ -632,7 +632,7 @@ def test_an_explained_message_of_ones_own(graph: Data, root: Path):
     def explained(data: Any, ready: Any) -> Tensor:
         torch.manual_seed(3)
         layer = ready(gnn.GraphConv(CHANNELS, CHANNELS).double())
-        layer.explain, layer.explain_message = True, explain_message.__get__(layer)
+        layer.explain_message, layer.explain = explain_message.__get__(layer), True
         return whole(layer(data.x, data.edge_index).detach())
 
     def worker() -> Tensor:

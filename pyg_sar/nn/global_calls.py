@@ -460,10 +460,10 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
             if is_watched(self):
-                with between_node_tensors(self):
+                with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
-                between_node_tensors(self).__enter__()  # Put there after distribute().
+                _take_all_nodes(self)  # Something was put there after distribute().
                 return self(*args, **kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
@@ -490,12 +490,18 @@ class GlobalCalls:
         return cast(Tensor, whole._propagate_whole(edge_index, size, kwargs, choice))
 
 
+def _take_all_nodes(layer: Any) -> None:
+    """Lets a layer's ``forward`` compute with tensors of the whole graph from now on."""
+    layer.__class__ = global_class(type(layer).replaced, True)
+    for name in vars(layer).keys() & _CACHES:  # Of this worker's edges.
+        vars(layer)[name] = None
+
+
 @contextmanager
-def between_node_tensors(layer: Any) -> Iterator[None]:
-    """Meanwhile all that a layer computes in between is between tensors of the whole graph."""
+def _taking_all_nodes(layer: Any) -> Iterator[None]:
+    """Lets a layer's ``forward`` compute with tensors of the whole graph meanwhile."""
     own, caches = type(layer), {n: vars(layer)[n] for n in vars(layer).keys() & _CACHES}
-    layer.__class__ = global_class(own.replaced, True)
-    vars(layer).update(dict.fromkeys(caches))  # Of this worker's edges.
+    _take_all_nodes(layer)
     try:
         yield
     finally:
