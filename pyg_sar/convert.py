@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -13,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import check_type
 from pyg_sar.message.row_modules import has_foreign_module, is_compiled, overridden_entry
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
+from pyg_sar.nn.global_inputs import warn_of_memory
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
@@ -121,7 +120,8 @@ def distribute(
         kind: Any = type(module)
         if isinstance(module, MessagePassing) and overridden_entry(kind):
             if comm.world_size > 1:
-                _warn_of_entry(name, kind)
+                own = overridden_entry(kind)
+                warn_of_memory(f"{kind.__name__} {name!r} has a method {own}() of its own")
         elif isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
                 for entry in {"propagate", "edge_updater"} & vars(module).keys():
@@ -151,17 +151,6 @@ def distribute(
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model
-
-
-def _warn_of_entry(name: str, kind: type) -> None:
-    warnings.warn(
-        f"{kind.__name__} {name!r} has a method {overridden_entry(kind)}() of its own. So it runs "
-        "as PyG does, on tensors of the whole graph: each worker holds the messages of all its "
-        "edges, as with SARPolicy(mode=3), or more. What message(), aggregate() or update() does "
-        "runs shard by shard",
-        OneShotWarning,
-        stacklevel=3,
-    )
 
 
 def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:

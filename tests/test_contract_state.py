@@ -437,26 +437,6 @@ def test_a_message_that_mixes_edges_runs_on_the_whole_graph(graph: Data, root: P
     sweep.check()
 
 
-def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(root: Path):
-    """One that treats each target alone isn't."""
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        for mode in (1, 3):
-            conv = gnn.GraphConv(CHANNELS, 2, bias=False).double()
-            layer = pyg_sar.distribute(conv, SARPolicy(mode=mode))
-            root_part = data.x @ layer.lin_root.weight.t()
-            expected = whole((layer(data.x, data.edge_index) - root_part) * 2 + root_part)
-            handle = layer.register_aggregate_forward_hook(lambda _, args, out: out * 2)
-            torch.testing.assert_close(whole(layer(data.x, data.edge_index)), expected)
-            handle.remove()
-            layer.register_aggregate_forward_hook(lambda _, args, out: out - out.mean(0))
-            with pytest.raises(DistributedIndexError, match="mixes messages to different targets"):
-                layer(data.x, data.edge_index)
-
-    workers(worker, WORLD)
-
-
 # Rule 5: dtypes ##############################################################
 
 

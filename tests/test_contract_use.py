@@ -344,7 +344,9 @@ def centred(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
 HOOKS: dict[str, tuple[str, Any]] = {
     "message, before": ("register_message_forward_pre_hook", hook_message_input),
     "message, after": ("register_message_forward_hook", double),
+    "message, sums": ("register_message_forward_hook", lambda _, given, out: out.cumsum(0) / 9),
     "aggregate, after": ("register_aggregate_forward_hook", double),
+    "aggregate, centred": ("register_aggregate_forward_hook", centred),
     "propagate, before": ("register_propagate_forward_pre_hook", hook_propagate_input),
     "propagate, after": ("register_propagate_forward_hook", centred),
     "edge_update, before": ("register_edge_update_forward_pre_hook", hook_edge_input),

@@ -296,6 +296,7 @@ class Whole(torch.nn.Module):
         return self.conv(x, edge_index)
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_hooks_see_the_whole_graph(tmp_path: Path) -> None:
     layers = hooks_of(lambda: SAGEConv(6, 3), "edge_index"), hooks_of(Whole, "edge_index")
     equal(tmp_path, *layers, hooks_of(lambda: torch.nn.BatchNorm1d(6)))

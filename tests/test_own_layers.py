@@ -364,23 +364,6 @@ def test_a_message_of_all_edges_on_an_object(world: int, graph: Data, tmp_path: 
         assert error(found, expected) <= TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore:SAGEConv :pyg_sar.errors.OneShotWarning")
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_hook_of_messages_that_mixes_edges_is_refused(world: int, graph: Data, tmp_path: Path):
-    """On one worker, too: it has all edges, but in an order of its own."""
-    root = Partitions(tmp_path)(graph, world, "random")
-
-    def refusal() -> str:
-        data, layer = pyg_sar.load_partition(root), gnn.SAGEConv(CHANNELS, OUT).double()
-        layer.register_message_forward_hook(lambda module, inputs, out: out.cumsum(0))
-        with pytest.raises(DistributedIndexError) as caught:
-            pyg_sar.distribute(layer)(data.x, data.edge_index)
-        return str(caught.value)
-
-    for text in parts(refusal, world):
-        assert "SAGEConv" in text and "mixes edges of different targets" in text
-
-
 # Edges of a batch ############################################################
 
 

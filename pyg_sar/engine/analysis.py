@@ -32,7 +32,7 @@ from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence
-from pyg_sar.message.layer_facts import facts_of, hooks_of
+from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import pads
 from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
 from pyg_sar.message.program import TileProgram
@@ -191,8 +191,8 @@ class Chooser:
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
-        if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
-            return not hooks_of(self.layer, "aggregate")
+        if known.needs is None:  # One shot.
+            return True
         look = self._look(known.strategy == "chunked", known.sizes)
         return look.needs == known.found
 
@@ -231,8 +231,6 @@ class Chooser:
             source = 0 if self.layer.flow == "source_to_target" else 1
             if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
                 self._attempt("sequential", sizes)  # a second look, which refuses as well
-                if hooks_of(self.layer, "aggregate"):
-                    self._attempt("chunked", sizes)  # The other doesn't aggregate by itself.
             return replace(self._whole(reason), out_rows=known)
         for attempt in ("sequential", "chunked"):
             if attempt == "sequential" and strategy == "chunked":

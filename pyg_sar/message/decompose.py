@@ -29,7 +29,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.utils import softmax
 
-from pyg_sar.message.layer_facts import hooked, is_plain_module
+from pyg_sar.message.layer_facts import is_plain_module
 from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
 from pyg_sar.message.row_modules import has_foreign_module
 
@@ -309,7 +309,7 @@ def is_known(layer: MessagePassing) -> bool:
 
 
 class AggregateCheck:
-    """Tries a layer's aggregation, with hooks around it. Communicates nothing.
+    """Tries a layer's aggregation. Communicates nothing.
 
     Args:
         layer: The layer.
@@ -394,7 +394,7 @@ class AggregateCheck:
                 for module in layer.modules():
                     module.training = False
                 data = layer.inspector.collect_param_data("aggregate", {**given, **own})
-                out = hooked(layer, "aggregate", data, messages)
+                out = layer.aggregate(messages, **data)
             changes = [*state.changes()]
         finally:
             state.restore()

@@ -40,15 +40,10 @@ def asked_by(layer: Any, *methods: str) -> list[str]:
     return [name for method in methods for name in layer.inspector.get_param_names(method)]
 
 
-def hooked(layer: Any, method: str, arguments: Any, *inputs: Any) -> Any:
-    """Returns what a method of a PyG layer gives with the hooks before and after it."""
-    before, after = hook_names(method)
-    for hook in getattr(layer, before).values():
-        result = hook(layer, (arguments,))
-        if result is not None:
-            arguments = result[0] if isinstance(result, tuple) else result
-    out = getattr(layer, method)(*inputs, **arguments)
-    for hook in getattr(layer, after).values():
+def hooked_message(layer: Any, arguments: Any) -> Any:
+    """Returns a layer's message with the hooks around it: ``to_hetero_with_bases`` weighs it so."""
+    out = layer.message(**arguments)
+    for hook in layer._message_forward_hooks.values():
         result = hook(layer, (arguments,), out)
         out = out if result is None else result
     return out

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.message.decompose import Group
-from pyg_sar.message.layer_facts import hooked
+from pyg_sar.message.layer_facts import hooked_message
 from pyg_sar.message.layer_state import padded_to
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, TargetIndex, make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -389,12 +389,8 @@ class TileProgram(EdgeProgram):
         given = {**own, **updated}
         arguments = self._collect(self._message, values, given)
         if self.method != "message":
-            out = getattr(layer, self.method)(**arguments)
-            for hook in layer._edge_update_forward_hooks.values():
-                result = hook(layer, (None, None, arguments), out)
-                out = out if result is None else result
-            return out, values, given
-        return hooked(layer, "message", arguments), values, given
+            return getattr(layer, self.method)(**arguments), values, given
+        return hooked_message(layer, arguments), values, given
 
     def _check_rows(self, out: Any, rows: int | None, problem: str) -> None:
         axis = self.layer.node_dim
@@ -433,7 +429,7 @@ class TileProgram(EdgeProgram):
 
     def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
         with padded_to(self.layer, self.most_edges):
-            out: Tensor = hooked(self.layer, "aggregate", arguments, messages)
+            out: Tensor = self.layer.aggregate(messages, **arguments)
         problem = "the aggregate is not one tensor with a row per target"
         self._check_rows(out, arguments.get("dim_size"), problem)
         return out

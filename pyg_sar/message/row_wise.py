@@ -20,7 +20,6 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.errors import PygSarError
 from pyg_sar.message.decompose import EDGES, NOT_KNOWN, TARGETS, AggregateCheck, alike, is_known
 from pyg_sar.message.dependence import Observation, without_statistics
-from pyg_sar.message.layer_facts import hooks_of
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
@@ -152,8 +151,7 @@ class RowCheck:
         method: str = "message",
     ) -> None:
         self.layer, self.edge_index = layer, edge_index
-        own = not is_known(layer) or bool(hooks_of(layer, "aggregate"))
-        self.own_aggregate = method == "message" and own
+        self.own_aggregate = method == "message" and not is_known(layer)
         self.program = RowProgram(
             layer, edge_index, kwargs, levels, (), method == "message", method=method
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -37,13 +36,14 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import title_of
-from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
-from pyg_sar.message.layer_facts import asked_by, draws_nothing, hooks_of, standing_in
+from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
 from pyg_sar.nn.global_inputs import (
     is_watched,
     refuse_watched,
+    warn_of_memory,
     with_edges_of_matrix,
     with_hooks,
     without_matrix,
@@ -480,15 +480,6 @@ class GlobalCalls:
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
 
-    def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
-        refused = "" if choice.rows is None else choice.rows.agreed.refused
-        if refused and hooks_of(self, *_EDGE_METHODS):  # Several workers have raised.
-            raise DistributedIndexError(
-                f"{title_of(self)} can't be computed in the order that edges have here: {refused}"
-            )
-        whole: Any = super()
-        return cast(Tensor, whole._propagate_whole(edge_index, size, kwargs, choice))
-
 
 def _take_all_nodes(layer: Any) -> None:
     """Lets a layer's ``forward`` compute with tensors of the whole graph from now on."""
@@ -548,7 +539,10 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        if vars(self).get("_mixes_edges") or is_watched(self):
+        watched = is_watched(self)
+        if watched and not self.explain:
+            warn_of_memory(f"{title_of(self)} has hooks, or a method of the user's, within it")
+        if watched or vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
@@ -602,12 +596,7 @@ class GlobalPropagation(DistMessagePassing):
             raise DistributedIndexError(f"{why}; nor of the whole graph: {error}") from error
         if why is not None:
             self.__dict__.update(_mixes_edges=True)
-            warnings.warn(
-                f"{why}. So it runs on tensors of the whole graph: each worker holds the messages "
-                "of all its edges, as with SARPolicy(mode=3), or more",
-                OneShotWarning,
-                stacklevel=3,
-            )
+            warn_of_memory(str(why))
         if type(out) is Tensor and isinstance(edge_index, NodeTensor):
             axis = int(self.node_dim)
             rows = known_rows(edge_index, out.size(axis))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,24 +35,37 @@ from torch_geometric.nn import (
 from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
-from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hooks_of
+from pyg_sar.errors import DistributedIndexError, OneShotWarning
+from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names, hooks_of
 from pyg_sar.message.row_modules import is_compiled, replaced_entry
 from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
 _METHODS = "message", "aggregate", "edge_update", "propagate", "message_and_aggregate"
+WITHIN = hook_names(*_METHODS)
+"""Attributes of a layer that hold hooks within its call."""
+
+
+def is_explained(layer: MessagePassing) -> bool:
+    """Returns whether a user sees what a layer computes for edges, or changes it.
+
+    The hooks of ``to_hetero_with_bases`` treat each message alone.
+    """
+    return bool(layer.explain) or any(
+        not str(getattr(hook, "__module__", "")).startswith("torch_geometric.nn.")
+        for hook in hooks_of(layer, *_METHODS)
+    )
 
 
 def is_watched(layer: MessagePassing) -> bool:
-    """Returns whether a user looks into a layer: it is explained, or has hooks within it.
+    """Returns whether a user looks into a layer by hooks within it, or explains it.
 
     So do methods of the user's in the place of those by which a layer runs on several workers.
     PyG's own is taken away: it puts that on a layer that is explained, and leaves it there.
     """
     own = vars(layer)
-    if layer.explain or hooks_of(layer, *_METHODS):
+    if layer.explain or (any(map(own.get, WITHIN)) and is_explained(layer)):
         return True
     if not _ENTRIES.isdisjoint(own):
         if replaced_entry(layer):
@@ -59,6 +73,16 @@ def is_watched(layer: MessagePassing) -> bool:
         if "propagate" in own and is_compiled(own["propagate"], type(layer), "propagate"):
             del own["propagate"]
     return next(_inner_hooks(layer), None) is not None
+
+
+def warn_of_memory(why: str) -> None:
+    """Warns that a layer runs in one shot, on tensors of the whole graph, and why."""
+    warnings.warn(
+        f"{why}. So it runs on tensors of the whole graph: each worker holds the messages of all "
+        "its edges, as with SARPolicy(mode=3), or more",
+        OneShotWarning,
+        stacklevel=4,
+    )
 
 
 def refuse_watched(module: torch.nn.Module, rank: int) -> None:

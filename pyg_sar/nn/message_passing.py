@@ -35,7 +35,6 @@ from pyg_sar.message.layer_facts import (
     draws_nothing,
     facts_of,
     home_of,
-    hook_names,
     pristine,
 )
 from pyg_sar.message.layer_state import (
@@ -49,6 +48,7 @@ from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of
+from pyg_sar.nn.global_inputs import WITHIN, is_explained
 from pyg_sar.nn.model_draws import (
     DrawsOfLayers,
     away,
@@ -85,7 +85,6 @@ from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.partial_edges import inner
 
 _METHODS = ("message", "aggregate", "update", "edge_update")
-_HOOKS = tuple(hook_names("message", "aggregate", "edge_update"))
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
@@ -217,6 +216,11 @@ class DistMessagePassing(MessagePassing):
             if found is not None:
                 return found[0][0]
             return self._propagate_parts(edge_index, size, kwargs, choice)
+        if is_explained(self):
+            raise DistributedIndexError(
+                f"{title_of(self)} at rank {edge_index.plan.rank} is explained, or has hooks of "
+                "edges, which would see some of them only: call it with tensors of the whole graph"
+            )
         edge_index = with_room(self, edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)
@@ -249,7 +253,8 @@ class DistMessagePassing(MessagePassing):
             return None
         if self._one_shot_call or self.explain or not plan.context.layer:
             return None
-        hooks = tuple(self._propagate_forward_pre_hooks), tuple(self._propagate_forward_hooks)
+        if any(map(self.__dict__.get, WITHIN)):
+            return None
         pairs = [v for v in kwargs.values() if isinstance(v, tuple | list) and v]
         nodes = plan.num_local if edge_index.targets is None else edge_index.targets
         axis = int(self.node_dim)
@@ -259,7 +264,7 @@ class DistMessagePassing(MessagePassing):
         tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
         tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
         own, devices = type(self), sorted({v.device.type for v in tensors})
-        local = self.node_dim, plan.rank, hooks, own.message, own.update, *devices
+        local = self.node_dim, plan.rank, own.message, own.update, *devices
         return self.policy, local, *self.call_key(kwargs)
 
     def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -282,7 +287,6 @@ class DistMessagePassing(MessagePassing):
         kind = self.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
         # A method of the layer's own, not of its class: others may stand there tomorrow.
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
-        switches += [tuple(getattr(self, name)) for name in _HOOKS]  # numbers that are given once
         facts = self.__dict__.get("_facts")
         many = facts is not None and len(facts.steady) + len(facts.choices) >= _MANY_CHOICES
         wanted = _FLAGS if many else _SWITCHES
@@ -315,8 +319,7 @@ class DistMessagePassing(MessagePassing):
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         compute = partial(self._edge_updates, edge_index, size=size, **kwargs)
-        hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
-        if hooks or (not leaving and self._why_whole()):
+        if not leaving and self._why_whole():
             with travelling(self, edge_index.plan):
                 return compute()
         deferred = deferred_edge(compute, kwargs, edge_index.device)
@@ -358,8 +361,6 @@ class DistMessagePassing(MessagePassing):
         """Returns why the layer's definition needs all edges at once; empty where it does not."""
         if self._one_shot_call or self.policy.mode == 3:
             return "asked for"
-        if self.explain:
-            return "it is being explained"
         return "its update() asks for edges" if update_asks_for_edges(self) else ""
 
     def _strategy(self) -> tuple[str, str]:
@@ -400,7 +401,7 @@ class DistMessagePassing(MessagePassing):
             travelling(self, plan),
             of_all_edges(draws, edge_index, columns, padding),
         ):
-            if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+            if self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edges, size=size, **kwargs)
             return super().propagate(edges, size=size, **kwargs)
 
@@ -422,14 +423,10 @@ class DistMessagePassing(MessagePassing):
             out = self._finished(edge_index, choice, *found)
         if choice.sets:
             self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
-        if pristine(self, "update", of=MessagePassing) and not self._propagate_forward_hooks:
+        if pristine(self, "update", of=MessagePassing):
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
-        out = self.update(out, **self.inspector.collect_param_data("update", data))
-        for hook in self._propagate_forward_hooks.values():
-            result = hook(self, (edge_index, size, kwargs), out)
-            out = out if result is None else result
-        return out
+        return self.update(out, **self.inspector.collect_param_data("update", data))
 
     def _stand_in(self, before: dict[str, Any], plan: Any) -> None:
         """Lets nobody read what ``message`` has left, which is of some edges only."""
@@ -512,7 +509,8 @@ class DistMessagePassing(MessagePassing):
     ) -> tuple[Tensor, DistEdgeIndex] | None:
         """Returns the call's plain edges and what stands for them, where the kernels are faster."""
         graphs = self.own_graphs
-        eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
+        eligible = self.policy.kernels != "off" and self.policy.mode != 3
+        eligible = eligible and not is_explained(self)
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self, self._bound(args, kwargs))
