@@ -592,6 +592,7 @@ EXPLAINERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("name", EXPLAINERS)
 @pytest.mark.usefixtures("double")
 def test_explainers_that_read_messages(name: str, graph: Data, root: Path):

@@ -38,7 +38,6 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm import current
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels import ops
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.tensors import NodeTensor
@@ -367,6 +366,12 @@ LEFT: dict[str, Callable[[], torch.nn.Module]] = {
     "own forward": lambda: OwnForward(CHANNELS, NARROW),
     "parametrized": parametrized,
     "own forward of the map": own_map,
+    "forward hook": lambda: with_hook("register_forward_hook", "lin_l"),
+    "forward pre-hook": lambda: with_hook("register_forward_pre_hook", "lin_l"),
+    "backward hook": lambda: with_hook("register_full_backward_hook", "lin_l"),
+    "backward pre-hook": lambda: with_hook("register_full_backward_pre_hook", "lin_l"),
+    "propagate hook": lambda: with_hook("register_propagate_forward_pre_hook"),
+    "aggregation's hook": lambda: with_hook("register_forward_hook", "aggr_module"),
     "message hook": lambda: with_hook("register_message_forward_hook"),
     "aggregate hook": lambda: with_hook("register_aggregate_forward_pre_hook"),
     "gin, no linear map first": lambda: gnn.GINConv(Sequential(ReLU(), Linear(CHANNELS, NARROW))),
@@ -376,33 +381,18 @@ LEFT: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-HOOKS: dict[str, Callable[[], torch.nn.Module]] = {
-    "forward hook": lambda: with_hook("register_forward_hook", "lin_l"),
-    "forward pre-hook": lambda: with_hook("register_forward_pre_hook", "lin_l"),
-    "backward hook": lambda: with_hook("register_full_backward_hook", "lin_l"),
-    "backward pre-hook": lambda: with_hook("register_full_backward_pre_hook", "lin_l"),
-    "propagate hook": lambda: with_hook("register_propagate_forward_pre_hook"),
-    "aggregation's hook": lambda: with_hook("register_forward_hook", "aggr_module"),
-}
-
-
 def taken(root: Path) -> dict[str, bool]:
     data, found = pyg_sar.load_partition(root), {}
     for name, make in LEFT.items():
         model = pyg_sar.distribute(make().double())
         model(data.x, data.edge_index)
         found[name] = facts_of(model).transforms_first
-    for make in HOOKS.values():
-        with pytest.raises(DistributedIndexError, match="has a hook in '"):
-            pyg_sar.distribute(make().double())(data.x, data.edge_index)
     return found
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_what_is_left_alone(root: Path, graph: Data, partitions: Partitions) -> None:
-    """Rows that something watches, or that a map doesn't narrow, are PyG's; and exact.
-
-    Hooks that would see a worker's rows are refused.
-    """
+    """Rows that something watches, or that a map doesn't narrow, are PyG's; and exact."""
     sweep = Sweep(3)
     for worker in workers(taken, 3, root):
         assert worker == dict.fromkeys(LEFT, False)

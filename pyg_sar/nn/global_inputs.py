@@ -43,7 +43,7 @@ from pyg_sar.tensors.sparse import edges_of_matrix
 
 _ENTRIES = frozenset({"propagate", "edge_updater", "forward"})
 _METHODS = "message", "aggregate", "edge_update", "propagate", "message_and_aggregate"
-WITHIN = hook_names(*_METHODS)
+WITHIN = tuple(hook_names(*_METHODS))
 """Attributes of a layer that hold hooks within its call."""
 
 
