@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.files import check_type
-from pyg_sar.message.row_modules import has_foreign_module, is_compiled, overridden_entry
+from pyg_sar.message.row_modules import has_foreign_module, is_compiled, why_as_in_pyg
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -118,10 +118,10 @@ def distribute(
     keep_out_of_graphs()
     for name, module in model.named_modules():
         kind: Any = type(module)
-        if isinstance(module, MessagePassing) and overridden_entry(kind):
+        as_in_pyg = why_as_in_pyg(module) if isinstance(module, MessagePassing) else ""
+        if as_in_pyg:
             if comm.world_size > 1:
-                own = overridden_entry(kind)
-                warn_of_memory(f"{kind.__name__} {name!r} has a method {own}() of its own")
+                warn_of_memory(f"{kind.__name__} {name!r} {as_in_pyg}")
         elif isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
                 for entry in {"propagate", "edge_updater"} & vars(module).keys():

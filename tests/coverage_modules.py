@@ -84,7 +84,7 @@ AGGREGATIONS: dict[str, Cases] = {
     },
     "EquilibriumAggregation": {"": inside(
         lambda: aggr.EquilibriumAggregation(C, OUT, num_layers=[8], grad_iter=2),
-        refused="one energy", why="minimises one energy over all nodes together")},
+        tolerance=1e-6, default_double=True, one_shot=True)},
     "MLPAggregation": {"": inside(
         lambda: aggr.MLPAggregation(C, OUT, 20, num_layers=1), graph="sorted")},
     "DeepSetsAggregation": {
