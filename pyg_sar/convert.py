@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch_geometric.nn
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import EquilibriumAggregation, MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.files import check_type
-from pyg_sar.message.row_modules import has_foreign_module, is_compiled, why_as_in_pyg
+from pyg_sar.message.row_modules import has_foreign_module, is_compiled, overridden_entry
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -118,7 +118,7 @@ def distribute(
     keep_out_of_graphs()
     for name, module in model.named_modules():
         kind: Any = type(module)
-        as_in_pyg = why_as_in_pyg(module) if isinstance(module, MessagePassing) else ""
+        as_in_pyg = _why_as_in_pyg(module) if isinstance(module, MessagePassing) else ""
         if as_in_pyg:
             if comm.world_size > 1:
                 warn_of_memory(f"{kind.__name__} {name!r} {as_in_pyg}")
@@ -228,36 +228,44 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
             _check_process_group(name, module)
     if comm.world_size == 1:
         return
-    layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
-    within = {module for layer in layers for module in layer.modules()}
     for name, module in modules.items():
         check_layer(name, module, comm.rank)
-        _check_norm(name, module, module in within)
 
 
 def _check_process_group(name: str, module: torch.nn.Module) -> None:
-    group = getattr(module, "process_group", None)
-    if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
+    if not isinstance(module, torch.nn.SyncBatchNorm):
+        return
+    known = type(module) in NORMS or isinstance(module, tuple(NORMS.values()))
+    if not known:
+        raise ValueError(
+            f"'{name}' ({type(module).__name__}) is derived from SyncBatchNorm, and would ask the "
+            "other workers itself: derive it from BatchNorm1d"
+        )
+    if module.process_group is not None:
         raise ValueError(
             f"'{name}' (SyncBatchNorm) has a 'process_group' of its own; statistics are over all "
             "workers: leave it at None"
         )
 
 
-def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
-    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
-    per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    known = type(module) in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
-    if not within or not isinstance(module, OVER_ROWS) or known or per_node:
-        return
-    if isinstance(module, tuple(NORMS.values())):
-        return  # Written for several workers.
-    supported = ", ".join(sorted({kind.__name__ for kind in NORMS}))
-    raise ValueError(
-        f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over each "
-        f"worker's own nodes only. Supported: {supported} of torch and PyG, not their subclasses; "
-        "derive it from the class in pyg_sar.nn.NORMS instead. Norms per node need no conversion"
-    )
+def _why_as_in_pyg(layer: MessagePassing) -> str:
+    """Returns why PyG's own layer runs, on tensors of the whole graph; ``''``: it need not."""
+    if own := overridden_entry(type(layer)):
+        return f"has a method {own}() of its own"
+    for name, module in layer.named_modules():
+        kind: Any = type(module)
+        if isinstance(module, EquilibriumAggregation):
+            return f"minimises one energy over all targets together ('{name}', {kind.__name__})"
+        per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
+        known = kind in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
+        known = known or per_node or isinstance(module, tuple(NORMS.values()))
+        if isinstance(module, OVER_ROWS) and not known:
+            supported = ", ".join(sorted({norm.__name__ for norm in NORMS}))
+            return (
+                f"normalises over rows by '{name}' ({kind.__name__}), which is none of {supported}"
+                ", nor derived from the class in pyg_sar.nn.NORMS"
+            )
+    return ""
 
 
 def _check_alike(

@@ -19,6 +19,7 @@ from torch.nn import BatchNorm1d
 from torch_geometric.data import Data
 
 import pyg_sar
+from pyg_sar.errors import OneShotWarning
 from pyg_sar.kernels import ops
 from pyg_sar.nn import NORMS
 from pyg_sar.reduction.moments import moments, reduces_over_rows
@@ -751,42 +752,61 @@ class Layer(gnn.MessagePassing):
         return self.block(x_j)
 
 
-def test_norms_within_layers_are_known_or_refused_by_name(tmp_path: Path):
-    """There, what a norm of another class computes would be of this worker's rows alone."""
+@pytest.mark.filterwarnings("ignore:input's size at dim=0 does not match num_features")
+def test_norms_of_other_classes_within_layers(tmp_path: Path):
+    """A layer with one computes as PyG does, on tensors of the whole graph, and says so."""
     sizes = {"HeteroBatchNorm": (CHANNELS, 2), "DiffGroupNorm": (CHANNELS, 2)}
     sizes |= dict.fromkeys(("GraphSizeNorm", "MeanSubtractionNorm", "PairNorm"), ())
-    made = [type("Own", (kind,), {})(*sizes.get(kind.__name__, (CHANNELS,))) for kind in NORMS]
-    made += [torch.nn.BatchNorm2d(CHANNELS), torch.nn.InstanceNorm2d(CHANNELS)]
+    own = lambda kind: type("Own", (kind,), {})(*sizes.get(kind.__name__, (CHANNELS,)))  # noqa: E731
+    made = [own(kind) for kind in NORMS if kind is not torch.nn.SyncBatchNorm]
     made += [torch.nn.LazyBatchNorm1d(affine=False, track_running_stats=False)]
     kinds = list(NORMS)
 
-    def worker(root: Path) -> list[str]:
-        found = []
-        for norm in map(copy.deepcopy, made):
-            pyg_sar.distribute(torch.nn.Sequential(norm))  # Between layers its rows are all.
-            with pytest.raises(ValueError) as caught:
-                pyg_sar.distribute(torch.nn.ModuleDict({"conv": Layer(norm)}))
-            found.append(str(caught.value))
-        for kind in kinds:
-            own = type("Own", (NORMS[kind],), {})(*sizes.get(kind.__name__, (CHANNELS,)))
-            pyg_sar.distribute(Layer(own))
+    def outcome(norm: torch.nn.Module, data: Any, ready: Any) -> Any:
+        torch.manual_seed(4)
+        layer = ready(Layer(copy.deepcopy(norm)).double())
+        try:
+            x = data.x.clone().requires_grad_()
+            out = layer(x, data.edge_index)
+            (out * torch.linspace(-1, 1, CHANNELS, dtype=out.dtype)).square().sum().backward()
+            return [whole(t.detach()) for t in (out, x.grad, *layer.buffers())]
+        except (TypeError, ValueError) as error:  # One wants types, one a GPU.
+            return str(error)
+
+    def ready(layer: torch.nn.Module) -> torch.nn.Module:
+        with pytest.warns(OneShotWarning, match="normalises over rows by 'block.1'"):
+            return pyg_sar.distribute(layer)
+
+    def worker(root: Path) -> list[Any]:
         data = pyg_sar.load_partition(root)
+        for kind in kinds:
+            of_ours = type("Own", (NORMS[kind],), {})(*sizes.get(kind.__name__, (CHANNELS,)))
+            pyg_sar.distribute(Layer(of_ours))
         for norm, x in (
             (torch.nn.InstanceNorm1d(CHANNELS, affine=True), data.x),
             (torch.nn.InstanceNorm1d(CHANNELS, track_running_stats=True), data.x),
             (torch.nn.InstanceNorm1d(CHANNELS + 1), data.x),
         ):
-            with pytest.raises(ValueError, match="within a layer") as caught:
+            with pytest.raises(ValueError, match="within a layer"):
                 pyg_sar.distribute(Layer(norm).double())(x, data.edge_index)
+        with pytest.raises(ValueError, match="derived from SyncBatchNorm"):
+            pyg_sar.distribute(Layer(own(torch.nn.SyncBatchNorm)))
         with pytest.raises(ValueError, match="'process_group' of its own"):
             norm = torch.nn.SyncBatchNorm(CHANNELS, process_group=object())
             pyg_sar.distribute(norm)
-        return found
+        return [outcome(norm, data, ready) for norm in made]
 
-    for found in workers(worker, 2, written(tmp_path, 2)):
-        for norm, text in zip(made, found, strict=True):
-            assert f"'conv.block.1' ({type(norm).__name__}) normalises over nodes" in text
-            assert "pyg_sar.nn.NORMS" in text
+    root = written(tmp_path, 2)
+    expected = [outcome(norm, graph(), lambda layer: layer) for norm in made]
+    for found in workers(worker, 2, root):
+        for norm, one, right in zip(made, found, expected, strict=True):
+            message = f"{type(norm).__mro__[1].__name__}"
+            if isinstance(right, str) or isinstance(one, str):
+                assert one == right, message
+            else:
+                torch.testing.assert_close(
+                    one, right, rtol=1e-9, atol=1e-9, msg=lambda m, n=message: f"{n}: {m}"
+                )
 
 
 def test_every_norm_of_pyg_is_shown():

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch_geometric.nn import Aggregation, EquilibriumAggregation, MessagePassing
+from torch_geometric.nn import Aggregation, MessagePassing
 
 from pyg_sar.message.layer_facts import Itself, facts_of, home_of
 from pyg_sar.reduction.moments import OVER_ROWS
@@ -79,18 +79,15 @@ def replaced_entry(layer: Any) -> str:
     return ""
 
 
-def why_as_in_pyg(layer: MessagePassing) -> str:
-    """Returns what of a layer only PyG's own ``propagate`` does; ``''``: nothing."""
-    kind: Any = type(layer)
+def overridden_entry(kind: Any) -> str:
+    """Returns which of the methods that this package replaces is of a user's class of layers."""
     for name in _ENTRIES:
         definer = next(base for base in kind.__mro__ if name in vars(base))
         method = vars(definer)[name]
         if home_of(method) not in ("torch_geometric", "pyg_sar", "torch") and (
             method.__module__ != _compiled_in(definer, name)
         ):
-            return f"has a method {name}() of its own"
-    if any(isinstance(module, EquilibriumAggregation) for module in layer.modules()):
-        return "minimises one energy over all targets together (EquilibriumAggregation)"
+            return name
     return ""
 
 
