@@ -31,6 +31,7 @@ from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
     copy_from_first,
+    dense_parts,
     first_difference,
     refuse_wrapped,
 )
@@ -270,7 +271,8 @@ def _check_alike(
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
     rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
-    rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    buffers = [(name, part) for name, b in model.named_buffers() for part in dense_parts(b)]
+    rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in buffers]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     found = first_difference([*rows, *attribute_rows(model)], comm)
     if found is not None:
