@@ -635,7 +635,25 @@ class GlobalPropagation(DistMessagePassing):
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
 
+    def _propagate_parts(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        self._refuse_sets(choice)
+        return super()._propagate_parts(edge_index, size, kwargs, choice)
+
+    def _refuse_sets(self, choice: Any) -> None:
+        """Raises where ``update`` names an attribute that ``message`` sets, of a worker's edges."""
+        keeps = () if choice.rows is None else choice.rows.agreed.keeps
+        read = getattr(inspect.unwrap(type(self).update), "__code__", None)
+        names = set() if read is None else {*choice.sets, *keeps}.intersection(read.co_names)
+        if names and current().world_size > 1:
+            error = DistributedIndexError(
+                f"{title_of(self)} can't be computed from each worker's own edges: its update() "
+                f"takes '{min(names)}', which message() sets for all edges"
+            )
+            error.mixes_edges = True
+            raise error
+
     def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        self._refuse_sets(choice)
         refused = "" if choice.rows is None else choice.rows.agreed.refused
         if refused and not self.explain:  # One worker has all edges, but in an order of its own.
             title = f"{title_of(self)} can't be computed in the order that edges have here"
