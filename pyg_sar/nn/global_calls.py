@@ -48,7 +48,7 @@ from pyg_sar.nn.global_inputs import (
     with_hooks,
     without_matrix,
 )
-from pyg_sar.nn.made_edges import with_made_edges
+from pyg_sar.nn.made_edges import of_size, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
@@ -602,7 +602,7 @@ class GlobalPropagation(DistMessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
-        given = {**kwargs, "edge_index": edge_index}
+        given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
         if size is not None:

@@ -225,6 +225,21 @@ def _check_ids(title: str, bounds: Sequence[int], counts: Sequence[int], rank: i
 # Between which nodes edges are #################################################
 
 
+def of_size(edge_index: Any, size: Any) -> Any:
+    """Returns edges as made ones where ``size`` says other numbers of nodes: of hyperedges, say."""
+    edges = getattr(edge_index, "edges", None)
+    if edges is None or not _is_pair(size):
+        return edge_index
+    return edge_index if (edges.sources.total, edges.targets.total) == size else edge_index + 0
+
+
+def _is_pair(size: Any) -> bool:
+    """Says if ``propagate``'s ``size`` has two numbers of nodes, which differ."""
+    if not isinstance(size, tuple) or not all(isinstance(number, int) for number in size):
+        return False
+    return len(size) == 2 and size[0] != size[1]
+
+
 def _is_made(value: Any) -> bool:
     if isinstance(value, NodeTensor) and (value.axis != 1 or value.edges is not None):
         return False
@@ -273,7 +288,9 @@ def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTenso
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
         return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
     if isinstance(x, Tensor):
-        return [_end(layer, x)]
+        end, size = _end(layer, x), given.get("size")
+        count = end.rows.total if isinstance(end, NodeTensor) else end
+        return [end if n == count else n for n in size] if _is_pair(size) else [end]
     if not isinstance(x, tuple | list) or len(x) != 2 or not isinstance(x[0], Tensor):
         return None
     if x[1] is None and given.get("size") is None:  # As ``pos`` of PointNetConv beside its ``x``.
