@@ -129,6 +129,8 @@ class _Call:
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         if batches:
             self.axis = self._axis_of(batches)
+        elif layers and len(self.edge_tensors) == len(found):
+            self.axis = self._axis_of_plain(tree_leaves((args, kwargs)))
 
     def _axis_of(self, batches: list[NodeTensor]) -> int:
         """Returns the axis of the nodes, from the end, of tensors ``[T, N, F]`` (static graphs)."""
@@ -144,6 +146,12 @@ class _Call:
                     f"(rank {self.comm.rank}): {remedy}"
                 )
         return axis
+
+    def _axis_of_plain(self, given: list[Any]) -> int | None:
+        """Returns the axis of the nodes, from the end, of plain tensors ``[T, N, F]``."""
+        axis, totals = int(self.module.node_dim), {rows.total for rows in self.known}  # type: ignore[arg-type]
+        many = [v for v in given if isinstance(v, Tensor) and v.dim() > 2 and -v.dim() < axis < 0]
+        return axis if any(v.is_floating_point() and v.size(axis) in totals for v in many) else None
 
     def local(self, value: Any, like: Rows | None = None, gathered: bool = False) -> Any:
         """Returns a tensor as what this worker's computation takes.
