@@ -126,7 +126,12 @@ class _Call:
                 "other numbers)"
             )
         self.axis: int | None = None
+        of_edges = {rows.total for rows in own} - {rows.total for rows in ends}
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
+        aside = [t for t in batches if t.rows.total in of_edges]
+        self.edges_aside = isinstance(module, GlobalPropagation) and bool(aside)
+        if self.edges_aside:
+            batches = [t for t in batches if t.rows.total not in of_edges]
         if batches:
             self.axis = self._axis_of(batches)
         elif layers and len(self.edge_tensors) == len(found):
@@ -618,6 +623,9 @@ class GlobalPropagation(DistMessagePassing):
         call = _Call(self, (edge_index,), kwargs)
         if vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
+        if call.edges_aside:
+            why = f"{title_of(self)} takes values of edges along another axis than the first"
+            return self._on_whole_graph(edge_index, kwargs, DistributedIndexError(why))
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
             explaining = explained(self, (edge_index,), kwargs)
