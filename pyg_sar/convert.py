@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -12,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import check_type
-from pyg_sar.message.row_modules import has_foreign_module
+from pyg_sar.message.row_modules import has_foreign_module, propagates_itself
 from pyg_sar.nn.attention import GlobalMultiheadAttention
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
@@ -96,7 +98,8 @@ def distribute(
 
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
-        DistributedIndexError: When a layer has a ``propagate`` or ``edge_updater`` of its own.
+        DistributedIndexError: When ``propagate`` or ``edge_updater`` was put on a layer, not its
+            class.
         ValueError: When a layer's parameters don't exist yet, a layer is not known, the model is on
             another device than the workers' data, a norm within a layer is not known, the model
             holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes
@@ -119,7 +122,9 @@ def distribute(
     graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
-        if isinstance(module, MessagePassing):
+        if propagates_itself(module):
+            _warn_of_edges(module, name, comm)
+        elif isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
                 module.__dict__.pop("propagate", None)
                 module.__dict__.pop("edge_updater", None)
@@ -149,6 +154,17 @@ def distribute(
         averaging(model)
         model.register_forward_pre_hook(averaging)
     return model
+
+
+def _warn_of_edges(layer: torch.nn.Module, name: str, comm: Communicator) -> None:
+    if comm.world_size > 1:
+        warnings.warn(
+            f"{type(layer).__name__} {name!r} has a propagate() or edge_updater() of its own, so "
+            "it runs on tensors of the whole graph: each worker holds the messages of all its "
+            "edges, as with SARPolicy(mode=3), or more",
+            OneShotWarning,
+            stacklevel=3,
+        )
 
 
 def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:
@@ -206,9 +222,11 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
 
 def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
     modules = dict(model.named_modules())
-    unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
+    converted = {n: m for n, m in modules.items() if isinstance(m, MessagePassing)}
+    converted = {n: m for n, m in converted.items() if not propagates_itself(m)}
+    unknown = [name for name in policies if name not in converted]
     if unknown:
-        layers = [n for n, m in modules.items() if isinstance(m, MessagePassing)]
+        layers = list(converted)
         raise ValueError(
             f"'layer_policies' names {unknown}, which are no message passing layers of the model; "
             f"it has {layers}"
@@ -224,13 +242,11 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
         refuse_wrapped(model)
         for name, module in modules.items():
             _check_process_group(name, module)
-    for module in modules.values():
-        if isinstance(module, MessagePassing):
-            refuse_entry(module, comm.rank)
+    for module in converted.values():
+        refuse_entry(module, comm.rank)
     if comm.world_size == 1:
         return
-    layers = [module for module in modules.values() if isinstance(module, MessagePassing)]
-    within = {module for layer in layers for module in layer.modules()}
+    within = {module for layer in converted.values() for module in layer.modules()}
     for name, module in modules.items():
         check_layer(name, module, comm.rank)
         _check_norm(name, module, module in within)

@@ -60,6 +60,17 @@ def has_foreign_module(layer: nn.Module) -> bool:
     return False
 
 
+def propagates_itself(layer: Any) -> bool:
+    """Returns whether a layer's class has a ``propagate`` or ``edge_updater`` of the user's.
+
+    Such a layer stays as it is: what it calls runs on tensors of the whole graph.
+    """
+    if not isinstance(layer, MessagePassing):
+        return False
+    own = replaced_entry(layer)
+    return own in ("propagate", "edge_updater") and own not in vars(layer)
+
+
 def replaced_entry(layer: Any) -> str:
     """Returns which of a layer's methods that this package replaces is a user's; ``''`` if none.
 

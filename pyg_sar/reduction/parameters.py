@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -248,7 +249,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 def copy_from_first(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Writes rank 0's parameters and buffers on every worker, by one message per dtype."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in (dense for tensor in tensors for dense in dense_parts(tensor)):
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     label = ("", "", "initial parameters")
     for (dtype, _), group in groups.items():
