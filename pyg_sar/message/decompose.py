@@ -347,13 +347,13 @@ class AggregateCheck:
             return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}", ()
         if not self.messages.is_floating_point():
             return "", ()
-        if whole is None or not alike(whole, self._run(every)[0]):
-            return "", ()  # random also in evaluation: nothing can be told
-        if self._leaves_out(every):
+        if whole is None or self._leaves_out(every):
             return (
-                "its aggregate() gives no rows to the last targets where these have no edges: give "
-                "scatter() the dim_size that aggregate() gets"
+                "its aggregate() does not give a row to each target, also to the last ones without "
+                "edges: give scatter() the dim_size that aggregate() gets"
             ), ()
+        if not alike(whole, self._run(every)[0]):
+            return "", ()  # random also in evaluation: nothing can be told
         changes = Changes()
         for target in range(TARGETS):
             alone, others = self._run(every[self.index == target])

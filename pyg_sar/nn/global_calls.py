@@ -40,7 +40,12 @@ from pyg_sar.engine.analysis import needs_sorted_edges, title_of
 from pyg_sar.errors import DistributedIndexError, OneShotWarning, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, hooks_of, standing_in
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
+from pyg_sar.message.row_modules import (
+    has_own,
+    holds_foreign_module,
+    names_within,
+    update_asks_for_edges,
+)
 from pyg_sar.nn.global_inputs import (
     refuse_entry,
     refuse_inner_hooks,
@@ -600,7 +605,7 @@ class GlobalPropagation(DistMessagePassing):
         args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
         if matrix:
             return torch.nn.Module.__call__(self, *args, **kwargs)
-        args, kwargs = with_made_edges(self, args, kwargs)
+        args, kwargs = with_made_edges(self, args, kwargs, other_nodes=True)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
@@ -658,8 +663,8 @@ class GlobalPropagation(DistMessagePassing):
     def _refuse_sets(self, choice: Any) -> None:
         """Raises where ``update`` names an attribute that ``message`` sets, of a worker's edges."""
         keeps = () if choice.rows is None else choice.rows.agreed.keeps
-        read = getattr(inspect.unwrap(type(self).update), "__code__", None)
-        names = set() if read is None else {*choice.sets, *keeps}.intersection(read.co_names)
+        names, kind = {*choice.sets, *keeps}, cast(Any, type(self))
+        names = names and names & names_within(kind, "update")
         if names and current().world_size > 1:
             error = DistributedIndexError(
                 f"{title_of(self)} can't be computed from each worker's own edges: its update() "
