@@ -133,8 +133,9 @@ class _Call:
         self.axis: int | None = None
         of_edges = {rows.total for rows in own} - {rows.total for rows in ends}
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
-        aside = [t for t in batches if t.rows.total in of_edges]
-        self.edges_aside = isinstance(module, GlobalPropagation) and bool(aside)
+        axis = int(getattr(module, "node_dim", 0))
+        aside = [t.rows.total in of_edges and t.axis != axis + t.dim() for t in batches]
+        self.edges_aside = isinstance(module, GlobalPropagation) and any(aside)
         if self.edges_aside:
             batches = [t for t in batches if t.rows.total not in of_edges]
         if batches:
