@@ -31,6 +31,7 @@ from pyg_sar.reduction.moments import OVER_ROWS
 from pyg_sar.reduction.parameters import (
     attribute_rows,
     copy_from_first,
+    dense_parts,
     first_difference,
     refuse_wrapped,
 )
@@ -208,9 +209,11 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
 
 def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
     modules = dict(model.named_modules())
-    unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
+    converted = {n: m for n, m in modules.items() if isinstance(m, MessagePassing)}
+    converted = {n: m for n, m in converted.items() if not _why_as_in_pyg(m)}
+    unknown = [name for name in policies if name not in converted]
     if unknown:
-        layers = [n for n, m in modules.items() if isinstance(m, MessagePassing)]
+        layers = list(converted)
         raise ValueError(
             f"'layer_policies' names {unknown}, which are no message passing layers of the model; "
             f"it has {layers}"
@@ -278,7 +281,8 @@ def _check_alike(
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
     rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
-    rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    buffers = [(name, part) for name, b in model.named_buffers() for part in dense_parts(b)]
+    rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in buffers]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     found = first_difference([*rows, *attribute_rows(model)], comm)
     if found is not None:

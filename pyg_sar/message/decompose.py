@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -346,7 +347,12 @@ class AggregateCheck:
             return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}", ()
         if not self.messages.is_floating_point():
             return "", ()
-        if whole is None or not alike(whole, self._run(every)[0]):
+        if whole is None or self._leaves_out(every):
+            return (
+                "its aggregate() does not give a row to each target, also to the last ones without "
+                "edges: give scatter() the dim_size that aggregate() gets"
+            ), ()
+        if not alike(whole, self._run(every)[0]):
             return "", ()  # random also in evaluation: nothing can be told
         changes = Changes()
         for target in range(TARGETS):
@@ -373,10 +379,19 @@ class AggregateCheck:
                 ), ()
         return "", tuple(sorted(set(changes.updates)))
 
-    def _run(self, edges: Tensor) -> tuple[Tensor | None, list[tuple[str, Any, Any]]]:
-        """Aggregates of the edges' targets ``[U, *]``."""
+    def _leaves_out(self, every: Tensor) -> bool:
+        """Says if a last target without edges gets no row. Errors there are one process's, too."""
+        with suppress(Exception):
+            return self._run(every[self.index < TARGETS - 1], TARGETS)[0] is None
+        return False
+
+    def _run(
+        self, edges: Tensor, count: int = 0
+    ) -> tuple[Tensor | None, list[tuple[str, Any, Any]]]:
+        """Aggregates of the edges' targets ``[U, *]``, or of the first ``count`` ones."""
         layer, axis = self.layer, int(self.layer.node_dim)
         targets, index = self.index[edges].unique_consecutive(return_inverse=True)
+        targets = torch.arange(count, device=index.device) if count else targets
         count = targets.numel()
         rows = {"edge": edges, "node": targets}
         given = {

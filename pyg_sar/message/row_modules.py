@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -113,6 +113,20 @@ def has_own(layer: nn.Module, method: str) -> bool:
     return isinstance(layer, MessagePassing) and (
         method in vars(layer) or not _is_pygs(getattr(type(layer), method))
     )
+
+
+@lru_cache(256)
+def names_within(kind: type, method: str) -> frozenset[str]:
+    """Returns the names in the code of a class's method, and of the user's methods it may call."""
+    found, names = set(), [method]
+    while names:
+        name = names.pop()
+        for base in kind.__mro__ if name not in found else ():
+            code = getattr(vars(base).get(name), "__code__", None)
+            if code is not None and not _is_pygs(vars(base)[name]):
+                names += code.co_names
+        found.add(name)
+    return frozenset(found)
 
 
 def update_asks_for_edges(layer: Any) -> bool:

@@ -39,7 +39,12 @@ from pyg_sar.engine.analysis import title_of
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
-from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
+from pyg_sar.message.row_modules import (
+    has_own,
+    holds_foreign_module,
+    names_within,
+    update_asks_for_edges,
+)
 from pyg_sar.nn.global_inputs import (
     is_watched,
     refuse_watched,
@@ -48,7 +53,7 @@ from pyg_sar.nn.global_inputs import (
     with_hooks,
     without_matrix,
 )
-from pyg_sar.nn.made_edges import with_made_edges
+from pyg_sar.nn.made_edges import of_size, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
@@ -126,9 +131,17 @@ class _Call:
                 "other numbers)"
             )
         self.axis: int | None = None
+        of_edges = {rows.total for rows in own} - {rows.total for rows in ends}
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
+        axis = int(getattr(module, "node_dim", 0))
+        aside = [t.rows.total in of_edges and t.axis != axis + t.dim() for t in batches]
+        self.edges_aside = isinstance(module, GlobalPropagation) and any(aside)
+        if self.edges_aside:
+            batches = [t for t in batches if t.rows.total not in of_edges]
         if batches:
             self.axis = self._axis_of(batches)
+        elif layers and len(self.edge_tensors) == len(found):
+            self.axis = self._axis_of_plain(tree_leaves((args, kwargs)))
 
     def _axis_of(self, batches: list[NodeTensor]) -> int:
         """Returns the axis of the nodes, from the end, of tensors ``[T, N, F]`` (static graphs)."""
@@ -144,6 +157,12 @@ class _Call:
                     f"(rank {self.comm.rank}): {remedy}"
                 )
         return axis
+
+    def _axis_of_plain(self, given: list[Any]) -> int | None:
+        """Returns the axis of the nodes, from the end, of plain tensors ``[T, N, F]``."""
+        axis, totals = int(self.module.node_dim), {rows.total for rows in self.known}  # type: ignore[arg-type]
+        many = [v for v in given if isinstance(v, Tensor) and v.dim() > 2 and -v.dim() < axis < 0]
+        return axis if any(v.is_floating_point() and v.size(axis) in totals for v in many) else None
 
     def local(self, value: Any, like: Rows | None = None, gathered: bool = False) -> Any:
         """Returns a tensor as what this worker's computation takes.
@@ -520,7 +539,7 @@ class GlobalPropagation(DistMessagePassing):
         args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
         if matrix:
             return torch.nn.Module.__call__(self, *args, **kwargs)
-        args, kwargs = with_made_edges(self, args, kwargs)
+        args, kwargs = with_made_edges(self, args, kwargs, other_nodes=True)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
@@ -533,7 +552,7 @@ class GlobalPropagation(DistMessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
-        given = {**kwargs, "edge_index": edge_index}
+        given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
         if size is not None:
@@ -544,6 +563,9 @@ class GlobalPropagation(DistMessagePassing):
             warn_of_memory(f"{title_of(self)} has hooks, or a method of the user's, within it")
         if watched or vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
+        if call.edges_aside:
+            why = f"{title_of(self)} takes values of edges along another axis than the first"
+            return self._on_whole_graph(edge_index, kwargs, DistributedIndexError(why))
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
             with call.parameters(), own_rows_only():
@@ -568,7 +590,25 @@ class GlobalPropagation(DistMessagePassing):
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
 
+    def _propagate_parts(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        self._refuse_sets(choice)
+        return super()._propagate_parts(edge_index, size, kwargs, choice)
+
+    def _refuse_sets(self, choice: Any) -> None:
+        """Raises where ``update`` names an attribute that ``message`` sets, of a worker's edges."""
+        keeps = () if choice.rows is None else choice.rows.agreed.keeps
+        names, kind = {*choice.sets, *keeps}, cast(Any, type(self))
+        names = names and names & names_within(kind, "update")
+        if names and current().world_size > 1:
+            error = DistributedIndexError(
+                f"{title_of(self)} can't be computed from each worker's own edges: its update() "
+                f"takes '{min(names)}', which message() sets for all edges"
+            )
+            error.mixes_edges = True
+            raise error
+
     def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+        self._refuse_sets(choice)
         refused = "" if choice.rows is None else choice.rows.agreed.refused
         if refused:  # One worker has all edges, but in an order of its own.
             title = f"{title_of(self)} can't be computed in the order that edges have here"

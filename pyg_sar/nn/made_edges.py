@@ -41,13 +41,17 @@ _SAMPLE = 16  # edges, or a few more, by which lists are told apart before they 
 _LABEL = ("", "", "made edges")
 
 
-def with_made_edges(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def with_made_edges(
+    layer: Any, args: Any, kwargs: Any, other_nodes: bool = False
+) -> tuple[Any, Any]:
     """Returns the arguments of a layer's call with distributed edges for made ones. Collective.
 
     Args:
         layer: The layer; of others than message passing layers nothing is changed.
         args: What it is called with.
         kwargs: The same by name.
+        other_nodes: Edges to more nodes stay as they are: to hyperedges, say, of which the layer's
+            own ``forward`` tells ``propagate`` the number.
 
     Raises:
         ValueError: Edges between nodes that are not there.
@@ -62,7 +66,7 @@ def with_made_edges(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     if inner or not (node_tensors(args, kwargs) or known.all_plain):
         return args, kwargs
     found = {
-        id(made): known.distributed(type(layer).__name__, made, ends)
+        id(made): known.distributed(type(layer).__name__, made, ends, other_nodes)
         for made, ends in _with_ends(layer, args, kwargs)
     }
     take = lambda value: found.get(id(value), value)  # noqa: E731
@@ -110,12 +114,18 @@ class MadeEdges:
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.all_plain, self.made, self.room = comm, False, 0, _ROOM
         self._layouts: OrderedDict[int, Rows] = OrderedDict()
-        self._seen: OrderedDict[Any, tuple[Any, NodeTensor]] = OrderedDict()
+        self._seen: OrderedDict[Any, tuple[Any, Tensor]] = OrderedDict()
         # Apart: which plain ones are known is the same on all workers, without a message.
         self._kept: dict[bool, OrderedDict[Any, _Kept]] = {k: OrderedDict() for k in (False, True)}
         self._held = dict.fromkeys(self._kept, 0)  # edges
 
-    def distributed(self, title: str, made: Tensor, ends: Sequence[NodeTensor | int]) -> NodeTensor:
+    def distributed(
+        self,
+        title: str,
+        made: Tensor,
+        ends: Sequence[NodeTensor | int],
+        other_nodes: bool = False,
+    ) -> Tensor:
         """Returns distributed edges for made ones. Collective.
 
         Args:
@@ -123,25 +133,33 @@ class MadeEdges:
             made: Edges ``[2, E]``.
             ends: A tensor of the source nodes, or how many there are, and of the target nodes;
                 one if they are the same nodes.
+            other_nodes: Edges to nodes that are not there are returned as they are.
         """
         if not isinstance(made, NodeTensor):
             with torch.inference_mode(False), torch.no_grad():
-                return self._by_content(title, made, made.as_subclass(Tensor), ends)
+                content = made.as_subclass(Tensor)
+                return self._by_content(title, made, content, ends, other_nodes)
         rows = [end.rows if isinstance(end, NodeTensor) else end for end in ends]
         key = id(made), written(made), *map(_id, rows)
         if key not in self._seen:
             with torch.inference_mode(False), torch.no_grad():
                 content = torch.cat([made.local, made.rows.ids.view(1, -1)])
                 # What is kept alive keeps its id its own.
-                self._seen[key] = (made, rows), self._by_content(title, made, content, ends)
+                found = self._by_content(title, made, content, ends, other_nodes)
+                self._seen[key] = (made, rows), found
             if len(self._seen) > _FEW:
                 self._seen.popitem(last=False)
         self._seen.move_to_end(key)
         return self._seen[key][1]
 
     def _by_content(
-        self, title: str, made: Tensor, content: Tensor, ends: Sequence[NodeTensor | int]
-    ) -> NodeTensor:
+        self,
+        title: str,
+        made: Tensor,
+        content: Tensor,
+        ends: Sequence[NodeTensor | int],
+        other_nodes: bool,
+    ) -> Tensor:
         layouts = [self._layout(title, made, end, len(ends) > 1) for end in ends]
         spread = isinstance(made, NodeTensor)
         known, key = self._kept[spread], (*map(id, layouts), *_outline(content))
@@ -156,7 +174,10 @@ class MadeEdges:
         elif kept is None:
             bounds = _bounds(content)
         if kept is None:
-            _check_ids(title, bounds, [rows.total for rows in layouts], self.comm.rank)
+            totals = [rows.total for rows in layouts]
+            if other_nodes and (bounds[0] >= totals[0] or bounds[1] >= totals[-1]):
+                return made
+            _check_ids(title, bounds, totals, self.comm.rank)
             self.made += 1
             found = distributed_edges(made.detach(), layouts[0], layouts[-1])
             content = content if spread else content.clone()
@@ -225,6 +246,21 @@ def _check_ids(title: str, bounds: Sequence[int], counts: Sequence[int], rank: i
 # Between which nodes edges are #################################################
 
 
+def of_size(edge_index: Any, size: Any) -> Any:
+    """Returns edges as made ones where ``size`` says other numbers of nodes: of hyperedges, say."""
+    edges = getattr(edge_index, "edges", None)
+    if edges is None or not _is_pair(size):
+        return edge_index
+    return edge_index if (edges.sources.total, edges.targets.total) == size else edge_index + 0
+
+
+def _is_pair(size: Any) -> bool:
+    """Says if ``propagate``'s ``size`` has two numbers of nodes, which differ."""
+    if not isinstance(size, tuple) or not all(isinstance(number, int) for number in size):
+        return False
+    return len(size) == 2 and size[0] != size[1]
+
+
 def _is_made(value: Any) -> bool:
     if isinstance(value, NodeTensor) and (value.axis != 1 or value.edges is not None):
         return False
@@ -273,7 +309,10 @@ def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTenso
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
         return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
     if isinstance(x, Tensor):
-        return [_end(layer, x)]
+        end = _end(layer, x)
+        size: Any = given.get("size")
+        count = end.rows.total if isinstance(end, NodeTensor) else end
+        return [end if n == count else n for n in size] if _is_pair(size) else [end]
     if not isinstance(x, tuple | list) or len(x) != 2 or not isinstance(x[0], Tensor):
         return None
     if x[1] is None and given.get("size") is None:  # As ``pos`` of PointNetConv beside its ``x``.

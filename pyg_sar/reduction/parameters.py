@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import NodeMatrix, NodeTensor
 from pyg_sar.tensors.rows import unlike_plain
 from pyg_sar.wording import counted
 
@@ -200,11 +201,8 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
 def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Returns parameters and saved buffers, but for rows that workers own, with their names."""
     saved = model.state_dict(keep_vars=True)
-    buffers = [
-        (name, b)
-        for name, b in model.named_buffers()
-        if name in saved and not isinstance(b, NodeTensor)
-    ]
+    named = [(name, b) for name, b in model.named_buffers() if name in saved]
+    buffers = [(name, part) for name, b in named for part in dense_parts(b)]
     return [*shared_names(model), *buffers]
 
 
@@ -234,13 +232,25 @@ def check_tensors(
         reconcile(found, comm, settings)
 
 
+def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors that a sparse one consists of, a dense one itself; nothing of rows."""
+    if isinstance(tensor, NodeTensor | NodeMatrix):  # Of which each worker holds its rows.
+        return ()
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 @torch.no_grad()
 def copy_from_first(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Writes rank 0's parameters and buffers on every worker, by one message per dtype."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if not isinstance(tensor, NodeTensor):  # Of which each worker holds its rows.
-            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for tensor in chain.from_iterable(map(dense_parts, tensors)):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     label = ("", "", "initial parameters")
     for (dtype, _), group in groups.items():
         flat = torch.cat([t.reshape(-1) for t in group])

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import LocalCommunicator, current
 from pyg_sar.comm.host import Hosting
@@ -28,6 +27,7 @@ from pyg_sar.errors import OneShotWarning
 from pyg_sar.files import TemporaryFolder, check_argument, check_folder, check_type, check_whole
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.partition.levels import check_levels, levels_of
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_lists import NodeIds, said_of, without_lists
@@ -384,7 +384,7 @@ def _worker(task: _Task) -> ModelPass:
     found.hosting = run.summary(model, ledger, joined.targets.count, 1)
     plan = joined.index.plan
     for name, module in model.named_modules():
-        if isinstance(module, MessagePassing):
+        if isinstance(module, DistMessagePassing):
             found.layers[name] = _layer(name, module, ledger, plan.num_halo)
     return found
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Ledger
 from pyg_sar.message.layer_facts import facts_of
+from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.wording import aligned, counted
 
 PHASES = ("forward", "backward")
@@ -81,7 +81,7 @@ class HostedRun:
         }
         layers = {}
         for name, module in model.named_modules():
-            if isinstance(module, MessagePassing):
+            if isinstance(module, DistMessagePassing):
                 label = getattr(module, "ledger_name", name)
                 rows = {p: _rows([g.get(label, {}) for _, g in everyone], p) for p in PHASES}
                 for counts in rows.values():
