@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from combinations import in_turn
+from combinations import everything, in_turn
 from hosted_workers import host
 from torch import Tensor
 from torch_geometric.data import Data
@@ -363,12 +363,19 @@ class Sweep:
         """Runs all jobs in one launch and compares them.
 
         Args:
-            backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
+            backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts;
+                or ``'both'``: every second job as parts, with ``--all`` all on workers.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
                 ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
         """
+        if backend == "both":
+            halves = ((0, 1, None),) if everything() else ((0, 2, None), (1, 2, "parts"))
+            for first, step, backend in halves:
+                half = Sweep(self.world, self.jobs[first::step], self.expected[first::step])
+                half.check(backend, tolerance, timeout, network)
+            return
         odd = self.world % 2 == 1 and SWITCH not in os.environ
         jobs = self.tried()
         with apart() if network or (network is None and odd) else nullcontext():
@@ -384,6 +391,14 @@ class Sweep:
                 for name, value in errors(results, expected).items():
                     found[f"job {k}, {job.title}, {policy}: {name}"] = value
         assert_small(found, tolerance, f"{self.world} workers")
+
+
+def hosted(world: int) -> str | None:
+    """The backend of a sweep: more than three workers are parts, but with ``--all``.
+
+    How rows travel between five processes is shown where that is the point.
+    """
+    return "parts" if world > 3 and not everything() else None
 
 
 @contextmanager

@@ -470,7 +470,7 @@ def test_rule_5_dtypes(dtype: torch.dtype, partitions: Partitions):
     exact_data.x = data.x.double()
     root = partitions(data, WORLD, "random")
     jobs = [
-        Job(make().to(dtype), root, policies=some(MODES, f"{dtype} {name}"))
+        Job(make().to(dtype), root, policies=some(MODES, f"{dtype} {name}", 4))
         for name, make in CAST.items()
     ]
     found = workers(run_jobs, WORLD, jobs)

@@ -352,7 +352,7 @@ def test_layers_in_every_mode(
     None falls back to one shot: the warning would be an error here.
     """
     root = partitions(graph, 3, "random")
-    sweep_layers(layers, 3, graph, root, policies).check(timeout=300)
+    sweep_layers(layers, 3, graph, root, policies).check("both", timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_uneven_parts(partitions: Partitions):
     data.num_nodes = 40
     layers = {name: LAYERS[name] for name in WITHOUT_EDGES}
     add_layers(sweep, layers, data, partitions(data, 3), MODES, ", no edge at all")
-    sweep.check(timeout=300)
+    sweep.check("both", timeout=300)
 
 
 def test_more_parts_than_metis_fills(partitions: Partitions):

@@ -17,6 +17,7 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    hosted,
     make_graph,
     set_policy,
     single_process,
@@ -169,7 +170,7 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
         policies = POLICIES if world in (2, 3) else POLICIES[k % 2 :: 2]
         policies = some(policies, f"{name} {world}", 2)
         sweep.add(name, Job(make().double(), root, edge, policies, constants), data)
-    sweep.check()
+    sweep.check(hosted(world))
 
 
 def _fused_counts(root: object) -> list[int]:

@@ -413,7 +413,7 @@ CASES = [
 def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
     model = pyg_sar.distribute(make_model(name, norm=norm).double())
-    config = replace(TrainConfig(epochs=5, split=1), **changes)
+    config = replace(TrainConfig(epochs=3, split=1), **changes)
     result = Trainer(model, data, config, callbacks=[recorder]).fit()
     return {
         "result": result,
