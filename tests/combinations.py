@@ -50,7 +50,6 @@ EVERY = {
     "test_fused_attention::test_the_backward_pass_sees_the_same_mask": 2,
     "test_hetero::test_models_equal_one_process": 2,
     "test_hetero::test_relational_layers_equal_one_process": 2,
-    "test_hosting::test_kernels": 2,
     "test_hosting::test_the_same_to_the_bit_for_any_number_of_workers": 2,
     "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 8,
     "test_ledger::test_no_preprocessing_after_the_first_epoch": 4,

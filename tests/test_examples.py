@@ -142,7 +142,7 @@ FORK = """
 def _fork():
     from forked_workers import Templates
     from pyg_sar.comm.launch import _Worker
-    templates = Templates(_Worker.start)
+    templates = Templates(_Worker.start, 1)
     def start(rank, common):
         hosts = "MKL_DISABLE_FAST_MM" in common
         return (templates.from_nothing if hosts else templates.start)(rank, common)

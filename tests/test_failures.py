@@ -57,7 +57,7 @@ def exists(pid: int) -> bool:
 # Under launch ################################################################
 
 
-def test_killed_rank_0_under_launch(light, tmp_path):
+def test_killed_rank_0_under_launch(tmp_path):
     def work(folder):
         comm = current()
         (folder / f"{comm.rank}.pid").write_text(str(os.getpid()))

@@ -167,14 +167,16 @@ def graph(seed: int = 0) -> Data:
 @pytest.mark.parametrize("batch", range(COUNT // BATCH))
 def test_random_messages(batch: int, tmp_path: Path):
     jobs = [job_of(number) for number in range(FIRST + batch * BATCH, FIRST + (batch + 1) * BATCH)]
-    wrong, outcomes = judge(tmp_path, 2 + batch % 2, graph(batch), jobs)
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong])
     ran: Counter[str] = Counter()
     tried: Counter[str] = Counter()
-    for (program, _), found in zip(jobs, outcomes, strict=True):
-        key = "mixing" if program.mixes else program.kind
-        tried[key] += len(found)
-        ran[key] += found.count("")
+    for half, start in ((jobs[::2], workers), (jobs[1::2], parts)):
+        folder = tmp_path / start.__name__
+        wrong, outcomes = judge(folder, 2 + batch % 2, graph(batch), half, start=start)
+        assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong])
+        for (program, _), found in zip(half, outcomes, strict=True):
+            key = "mixing" if program.mixes else program.kind
+            tried[key] += len(found)
+            ran[key] += found.count("")
     assert all(ran[key] >= 0.95 * tried[key] for key in tried), (ran, tried)
 
 
@@ -239,7 +241,7 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
     jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
     jobs += [(p, list(some(policies, str(p), 4))) for p in mixing]
-    wrong, outcomes = judge(tmp_path, 3, graph(), jobs, start=parts)
+    wrong, outcomes = judge(tmp_path, 2, graph(), jobs)
     assert not wrong, wrong
     assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
