@@ -224,11 +224,10 @@ class Templates:
 
     Args:
         start: How workers start from nothing.
-        number: Templates that share the ranks.
     """
 
-    def __init__(self, start: Start, number: int = 2) -> None:
-        self.from_nothing, self.number = start, number
+    def __init__(self, start: Start) -> None:
+        self.from_nothing = start
         self.started: list[Template] = []
         self.like = searched(), read_early(_environment(1, 0, None, None))
 
@@ -236,11 +235,11 @@ class Templates:
         """Takes the place of ``_Worker.start``."""
         if (searched(), read_early(common)) != self.like:
             return self.from_nothing(rank, common)
-        for _ in range(len(self.started), min(self.number, int(common["WORLD_SIZE"]))):
+        for _ in range(len(self.started), min(2, int(common["WORLD_SIZE"]))):
             self.started.append(Template(common))
         if not all(template.alone for template in self.started):
             return self.from_nothing(rank, common)
-        return self.started[rank % self.number].fork(
+        return self.started[rank % 2].fork(
             rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
 

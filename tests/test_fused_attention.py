@@ -19,6 +19,7 @@ from oracle import (
     Sweep,
     hosted,
     make_graph,
+    parts,
     set_policy,
     single_process,
     workers,
@@ -191,7 +192,7 @@ def _fused_counts(root: object) -> list[int]:
 
 def test_these_layers_take_the_kernels_way(tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
-    for counts in workers(_fused_counts, 2, tmp_path / "parts"):
+    for counts in parts(_fused_counts, 2, tmp_path / "parts"):
         assert counts == [(name, 3 if name == "gat stack" else 1) for name in LAYERS]
 
 

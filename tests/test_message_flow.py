@@ -224,7 +224,7 @@ def test_models_of_pyg_with_losses_of_pytorch(graph, partitions):
     nothing = lambda *_: None  # noqa: E731
     mask = graph.train_mask
     expected = {name: of_stock(name, graph, mask, copy.copy, nothing) for name in STOCK}
-    for found in workers(stock_models, 3, partitions(graph, 3)):
+    for found in parts(stock_models, 3, partitions(graph, 3)):
         for name, (out, grads) in expected.items():
             scale = gradient_scale(grads)
             assert error(found[name][0], out) < TOLERANCE, name
