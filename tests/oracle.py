@@ -363,18 +363,19 @@ class Sweep:
         """Runs all jobs in one launch and compares them.
 
         Args:
-            backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts;
-                or ``'both'``: every second job as parts, with ``--all`` all on workers.
+            backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
+                ``None``: every second job as parts, but with ``--all``, and where the way between
+                workers is given.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
                 ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
         """
-        if backend == "both":
-            halves = ((0, 1, None),) if everything() else ((0, 2, None), (1, 2, "parts"))
-            for first, step, backend in halves:
-                half = Sweep(self.world, self.jobs[first::step], self.expected[first::step])
-                half.check(backend, tolerance, timeout, network)
+        way = everything() or network is not None or SWITCH in os.environ
+        if backend is None and not way and len(self.jobs) > 1:
+            for first, backend in enumerate(("gloo", "parts")):
+                half = Sweep(self.world, self.jobs[first::2], self.expected[first::2])
+                half.check(backend, tolerance, timeout)
             return
         odd = self.world % 2 == 1 and SWITCH not in os.environ
         jobs = self.tried()

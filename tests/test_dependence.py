@@ -210,7 +210,7 @@ def test_what_is_fetched_and_computed_again(batch: int, graph: Data, root: Path)
         policies = some(POLICIES, title, 3)
         pairs += [(layer, policy) for policy in policies]
         expected += [(title, policy, *again) for policy in policies]
-    sweep.check("both")
+    sweep.check()
     with apart():
         results = workers(counts, WORLD, root, pairs)
     for found in results:

@@ -352,7 +352,7 @@ def test_layers_in_every_mode(
     None falls back to one shot: the warning would be an error here.
     """
     root = partitions(graph, 3, "random")
-    sweep_layers(layers, 3, graph, root, policies).check("both", timeout=300)
+    sweep_layers(layers, 3, graph, root, policies).check(timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_world_sizes_and_partitioners(world: int, method: str, graph: Data, part
     root = partitions(graph, world, method)
     # All modes with 2 and 3 workers; every other one with 1 and 5.
     layers = {name: LAYERS[name] for name in some(list(LAYERS), f"{world}", 4)}
-    sweep_layers(layers, world, graph, root, MODES if world in (2, 3) else MODES[::2]).check()
+    sweep_layers(layers, world, graph, root, MODES if world in (2, 3) else MODES[::2]).check("gloo")
 
 
 # A worker without ... ########################################################
@@ -437,7 +437,7 @@ def test_uneven_parts(partitions: Partitions):
     data.num_nodes = 40
     layers = {name: LAYERS[name] for name in WITHOUT_EDGES}
     add_layers(sweep, layers, data, partitions(data, 3), MODES, ", no edge at all")
-    sweep.check("both", timeout=300)
+    sweep.check(timeout=300)
 
 
 def test_more_parts_than_metis_fills(partitions: Partitions):
@@ -446,7 +446,7 @@ def test_more_parts_than_metis_fills(partitions: Partitions):
     data.train_mask[:] = True
     root = partitions(data, 5, "metis")
     layers = {name: SOME[name] for name in some(list(SOME), "metis", 2)}
-    sweep_layers(layers, 5, data, root, MODES).check()
+    sweep_layers(layers, 5, data, root, MODES).check("gloo")
 
 
 @given(

@@ -228,8 +228,8 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     (tmp_path / "store").mkdir()
     limited = {"parts": 6, "timeout": 60, "memory": 72 * MB, "store": tmp_path / "store"}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
-    for workers, env in [(1, FRESH), (3, None)]:
-        found = pyg_sar.launch(train, workers, root, 2, env=env, **limited)
+    for workers in (1, 3):
+        found = pyg_sar.launch(train, workers, root, 2, **limited)
         for (losses, parameters, _), (losses_1, parameters_1, _) in zip(found, first, strict=True):
             assert losses == losses_1
             assert torch.equal(parameters, parameters_1)

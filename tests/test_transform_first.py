@@ -126,7 +126,7 @@ def test_exact(world: int, graph: Data, partitions: Partitions) -> None:
         policies = some(policies, f"{name} {world}")
         where = partitions(graph, world, "random")
         sweep.add(name, Job(make().double(), where, learned, policies, constants), graph)
-    sweep.check("both")
+    sweep.check()
 
 
 def halves(root: Path, layer: torch.nn.Module) -> Any:
