@@ -3,7 +3,7 @@
 ``--all`` (`make test-full`) takes all. Without it
 
 * a sweep (:class:`oracle.Sweep`) tries all policies: each layer runs by its share of them, others
-  for other layers and other numbers of workers;
+  for other layers and other numbers of workers; every second layer runs as parts of the process;
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
 * a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;

@@ -364,15 +364,15 @@ class Sweep:
 
         Args:
             backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
-                ``None``: every second job as parts, but with ``--all``, and where the way between
-                workers is given.
+                ``None``: every second of many jobs as parts, but with ``--all``, and where the way
+                between workers is given.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
                 ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
         """
         way = everything() or network is not None or SWITCH in os.environ
-        if backend is None and not way and len(self.jobs) > 1:
+        if backend is None and not way and len(self.jobs) >= 8:  # Each half tries all policies.
             for first, backend in enumerate(("gloo", "parts")):
                 half = Sweep(self.world, self.jobs[first::2], self.expected[first::2])
                 half.check(backend, tolerance, timeout)
