@@ -192,11 +192,11 @@ def on_workers(root: Path, kind: type[BellmanFord], chosen: list[Any]) -> list[A
 
 @pytest.mark.filterwarnings("ignore:Original .* mixes:pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("kind", [BellmanFord, Original])
-@pytest.mark.parametrize(("start", "world"), [(workers, 3), (parts, 4)])
+@pytest.mark.parametrize(("start", "world"), [(workers, 2), (parts, 3)])
 def test_nbfnet(start, world, kind, tmp_path):
     data, expected = graph(), []
     pyg_sar.write_partitions(data, world, tmp_path / "parts", "random")
-    chosen = in_turn([CASES] * 4)[2 * (kind is Original) + (start is parts)]
+    chosen = in_turn([CASES] * 5)[2 * (kind is Original) + (start is parts)]
     for case in chosen:
         model = network(case, kind)
         torch.manual_seed(7)
