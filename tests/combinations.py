@@ -3,7 +3,7 @@
 ``--all`` (`make test-full`) takes all. Without it
 
 * a sweep (:class:`oracle.Sweep`) tries all policies: each layer runs by its share of them, others
-  for other layers and other numbers of workers;
+  for other layers and other numbers of workers; every second layer runs as parts of the process;
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
 * a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;
@@ -50,7 +50,6 @@ EVERY = {
     "test_fused_attention::test_the_backward_pass_sees_the_same_mask": 2,
     "test_hetero::test_models_equal_one_process": 2,
     "test_hetero::test_relational_layers_equal_one_process": 2,
-    "test_hosting::test_kernels": 2,
     "test_hosting::test_the_same_to_the_bit_for_any_number_of_workers": 2,
     "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 8,
     "test_ledger::test_no_preprocessing_after_the_first_epoch": 4,

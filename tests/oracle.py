@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from combinations import in_turn
+from combinations import everything, in_turn
 from hosted_workers import host
 from torch import Tensor
 from torch_geometric.data import Data
@@ -364,11 +364,19 @@ class Sweep:
 
         Args:
             backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
+                ``None``: every second of many jobs as parts, but with ``--all``, and where the way
+                between workers is given.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
                 ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
         """
+        way = everything() or network is not None or SWITCH in os.environ
+        if backend is None and not way and len(self.jobs) >= 8:  # Each half tries all policies.
+            for first, backend in enumerate(("gloo", "parts")):
+                half = Sweep(self.world, self.jobs[first::2], self.expected[first::2])
+                half.check(backend, tolerance, timeout)
+            return
         odd = self.world % 2 == 1 and SWITCH not in os.environ
         jobs = self.tried()
         with apart() if network or (network is None and odd) else nullcontext():
@@ -384,6 +392,14 @@ class Sweep:
                 for name, value in errors(results, expected).items():
                     found[f"job {k}, {job.title}, {policy}: {name}"] = value
         assert_small(found, tolerance, f"{self.world} workers")
+
+
+def hosted(world: int) -> str | None:
+    """The backend of a sweep: more than three workers are parts, but with ``--all``.
+
+    How rows travel between five processes is shown where that is the point.
+    """
+    return "parts" if world > 3 and not everything() else None
 
 
 @contextmanager

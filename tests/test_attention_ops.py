@@ -290,7 +290,7 @@ ADDITIVE = (  # heads, channels, slope, scale of keys and queries, shards
 def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool, p: float):
     """Rows of all widths that the kernels tell apart, tiny segments and a hub."""
     for heads, channels, slope, scale, shards in some(ADDITIVE, f"{native} {squeezed} {p}"):
-        sizes: Any = {"edges": 1500, "sources": 40, "targets": 400}
+        sizes: Any = {"edges": 800, "sources": 40, "targets": 200}
         given = problem("additive", heads, channels, 0, p, torch.float32, **sizes)
         given = told_by_bits(given) if p else given
         tensors = given.attention.tensors()

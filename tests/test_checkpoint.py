@@ -438,30 +438,20 @@ def test_torchrun_starts_lost_workers_again(tmp_path):
         assert losses == whole
 
 
-def start_workers(folder: Path) -> list[subprocess.Popen[str]]:
+def killed_workers(folder: str) -> None:
     """Workers without a parent that watches them: they have to find out by themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    code = f"import test_checkpoint; test_checkpoint.killed_worker({str(folder)!r})"
-    common = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(WORKERS),
-        "LOCAL_WORLD_SIZE": str(WORKERS),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORKERS)
-    ]
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = str(WORKERS)
+    pids = []
+    for rank in range(WORKERS):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return killed_worker(folder)
+    print("ended", [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 
 
 def test_a_worker_killed_mid_epoch_and_the_curve_after_it(tmp_path):
@@ -470,18 +460,13 @@ def test_a_worker_killed_mid_epoch_and_the_curve_after_it(tmp_path):
     torch.manual_seed(41)
     make_trainer().save(tmp_path / "single")
     drawn = torch.rand(3)
-    workers = start_workers(tmp_path)
-    try:
-        assert workers[1].wait(timeout=120) == -signal.SIGKILL
-        outputs = [worker.communicate(timeout=30)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    for rank in (0, 2):
-        assert workers[rank].returncode == 3, outputs[rank]
-        assert "lost 1: " in outputs[rank] and "Rank 1 was lost" in outputs[rank]
-        assert "checkpoint" in outputs[rank]
+    code = f"import test_checkpoint; test_checkpoint.killed_workers({str(tmp_path)!r})"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert f"ended {[3, -signal.SIGKILL, 3]}" in ran.stdout, ran.stdout + ran.stderr
+    told = [line for line in ran.stdout.splitlines() if line.startswith("lost 1: ")]
+    assert len(told) == 2 and all("Rank 1 was lost" in t and "checkpoint" in t for t in told), told
 
     results = pyg_sar.launch(sweep, WORKERS, str(tmp_path))
     for result in results:

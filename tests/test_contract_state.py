@@ -127,7 +127,8 @@ def drop(layer: Any, data: Data) -> Any:
 def test_rule_4_messages_draw_what_one_process_draws(batch: int, graph: Data, root: Path):
     """Also those that are computed again, whatever is fetched ahead, to the bit."""
     names = list(RANDOM)[batch::2]
-    for found in check({name: Case(drop, RANDOM[name], SAME) for name in names}, graph, root):
+    cases = {name: Case(drop, RANDOM[name], SAME) for name in names}
+    for found in check(cases, graph, root, parts if batch else workers):
         for k, name in enumerate(names):
             remade, ahead = found[4 * k : 4 * k + 2]
             for mine, other in zip(leaves(remade), leaves(ahead), strict=True):
@@ -450,7 +451,7 @@ def test_rule_5_dtypes(dtype: torch.dtype, partitions: Partitions):
     exact_data.x = data.x.double()
     root = partitions(data, WORLD, "random")
     jobs = [
-        Job(make().to(dtype), root, policies=some(MODES, f"{dtype} {name}"))
+        Job(make().to(dtype), root, policies=some(MODES, f"{dtype} {name}", 4))
         for name, make in CAST.items()
     ]
     found = workers(run_jobs, WORLD, jobs)

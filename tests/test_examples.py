@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import os
 import re
@@ -9,12 +11,17 @@ import runpy
 import subprocess
 import sys
 import tokenize
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from combinations import everything
+from forked_workers import Templates
 
+from pyg_sar.comm.launch import _Worker
 from pyg_sar.kernels import ops
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -136,60 +143,71 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(text) for text in texts)
 
 
-# Run by a notebook's kernel: its workers need not import everything anew, but those of which the
-# memory is measured do, as a user's: they host parts.
-FORK = """
-def _fork():
-    from forked_workers import Templates
-    from pyg_sar.comm.launch import _Worker
-    templates = Templates(_Worker.start)
-    def start(rank, common):
-        hosts = "MKL_DISABLE_FAST_MM" in common
-        return (templates.from_nothing if hosts else templates.start)(rank, common)
-    start.templates, _Worker.start = templates, start
-_fork()
-"""
-ANEW = "%reset -f"
-STOP = """
-from pyg_sar.comm.launch import _Worker
-for template in _Worker.start.templates.started:
-    template.close()
-"""
-
-
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """What the cells of both notebooks gave: outputs like those that the files show.
-
-    One kernel runs both, and forgets the first one's names before the second.
-    After a change: ``PYTHONWARNINGS=ignore jupyter execute --inplace docs/*.ipynb``.
-    """
+def in_a_kernel(paths: Sequence[Path]) -> dict[Path, list[str]]:
+    """What the code cells of notebooks give; each runs in a kernel of its own."""
     nbclient = pytest.importorskip("nbclient", reason="the extra 'notebook' is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the extra 'notebook' is not installed")
     pytest.importorskip("ipykernel", reason="the extra 'notebook' is not installed")
-    paths = (NOTEBOOK, TUTORIAL) if LIMITS else (NOTEBOOK,)
-    both = {path: nbformat.read(path, as_version=4) for path in paths}
-    notebook = nbformat.v4.new_notebook()
-    first, anew, last = map(nbformat.v4.new_code_cell, (FORK, ANEW, STOP))
-    notebook.cells = [first]
-    for one in both.values():
-        notebook.cells += [anew, *one.cells]
-    notebook.cells.append(last)
-    folder = tmp_path_factory.mktemp("notebooks")
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         # The kernel warns about its transport, tqdm about missing widgets.
         patch.setenv("PYTHONWARNINGS", "ignore")
-        nbclient.NotebookClient(
-            notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": folder}}
-        ).execute()
-    for path, one in both.items():
-        shown = json.loads(path.read_text())["cells"]
-        for before, after in zip(shown, one.cells, strict=True):
-            if before["cell_type"] == "code":
-                assert shape(outputs(after)) == shape(outputs(before)), before["source"]
-    codes = {path: [c for c in one.cells if c["cell_type"] == "code"] for path, one in both.items()}
-    return {path: "".join(map(outputs, cells)) for path, cells in codes.items()}
+        for path in paths:
+            notebook = nbformat.read(path, as_version=4)
+            nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+            found[path] = [outputs(c) for c in notebook.cells if c["cell_type"] == "code"]
+    return found
+
+
+def as_scripts(paths: Sequence[Path], folder: Path, forked: Templates) -> dict[Path, list[str]]:
+    """The same, run as scripts by this process, whose workers need not import everything anew.
+
+    Those of which the memory is measured do, as a user's: they host parts.
+    """
+
+    def start(rank: int, common: Mapping[str, str]) -> Any:
+        hosts = "MKL_DISABLE_FAST_MM" in common
+        return (forked.from_nothing if hosts else forked.start)(rank, common)
+
+    found = {}
+    for path in paths:
+        script, printed = folder / f"{path.stem}.py", io.StringIO()
+        script.write_text("\nprint(chr(0), end='')\n".join(map(showing_its_value, codes(path))))
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            patch.setattr(_Worker, "start", start)
+            runpy.run_path(str(script), run_name="__main__")
+        found[path] = printed.getvalue().split("\0")
+    return found
+
+
+def codes(path: Path) -> list[dict[str, Any]]:
+    return [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+
+
+def showing_its_value(cell: dict[str, Any]) -> str:
+    """A cell's code, which prints the value of its last line as a notebook does."""
+    tree = ast.parse("".join(cell["source"]))
+    last = tree.body[-1]
+    if isinstance(last, ast.Expr) and not isinstance(last.value, ast.Call):
+        tree.body[-1] = ast.parse(f"print({ast.unparse(last)}, end='')").body[0]
+    return ast.unparse(tree)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory, forked: Templates) -> dict[Path, str]:
+    """What the cells of both notebooks gave: outputs like those that the files show.
+
+    With ``--all`` in a kernel. After a change:
+    ``PYTHONWARNINGS=ignore jupyter execute --inplace docs/*.ipynb``.
+    """
+    paths = (NOTEBOOK, TUTORIAL) if LIMITS else (NOTEBOOK,)
+    folder = tmp_path_factory.mktemp("notebooks")
+    found = in_a_kernel(paths) if everything() else as_scripts(paths, folder, forked)
+    for path, texts in found.items():
+        for cell, text in zip(codes(path), texts, strict=True):
+            assert shape(text) == shape(outputs(cell)), cell["source"]
+    return {path: "".join(texts) for path, texts in found.items()}
 
 
 def test_notebook_runs_and_gives_the_outputs_it_shows(executed):
@@ -214,7 +232,7 @@ def test_notebook_shows_no_errors_and_no_paths(path):
     text = path.read_text()
     assert '"output_type": "error"' not in text and '"stderr"' not in text
     assert not re.search(r"/(home|root|tmp|work|Users)\b", text)
-    code = [c for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    code = codes(path)
     assert len(code) >= 7 and all(c["execution_count"] for c in code)
     assert sum(bool(c["outputs"]) for c in code) == len(code)
 

@@ -57,7 +57,7 @@ def exists(pid: int) -> bool:
 # Under launch ################################################################
 
 
-def test_killed_rank_0_under_launch(light, tmp_path):
+def test_killed_rank_0_under_launch(tmp_path):
     def work(folder):
         comm = current()
         (folder / f"{comm.rank}.pid").write_text(str(os.getpid()))
@@ -239,7 +239,7 @@ RANKS = textwrap.dedent(
     AT_START = in_the_roll_call, while_meeting, while_connecting, stopped_early
     # What is to take long takes a second or two.
     QUICK = (extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow,
-             holds_the_lock, stopped, stopped_host, stopped_early)
+             holds_the_lock, stopped, stopped_host, *AT_START)
 
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])

@@ -492,7 +492,7 @@ def lazy_worker(root: Any) -> Any:
 def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
     data = make_hetero()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
-    every = workers(lazy_worker, 3, tmp_path / "parts")
+    every = parts(lazy_worker, 3, tmp_path / "parts")
     for name, plain in lazy_models().items():
         pyg_sar.nn.initialize(plain, data.x_dict, data.edge_index_dict)  # In one process, too.
         plain.load_state_dict(every[0][0][name][0])

@@ -174,13 +174,13 @@ def hosted(fn: Callable[..., Any], parts: int, *args: Any, store: str | None = P
 
 
 def trained(root: Path, seed: int = 0) -> tuple[list[Tensor], Tensor, dict[str, int]]:
-    """Three steps of a GAT with BatchNorm and dropout: gradients, scores of own nodes, counters."""
+    """Two steps of a GAT with BatchNorm and dropout: gradients, scores of own nodes, counters."""
     torch.manual_seed(seed)
     data = pyg_sar.load_partition(root)
     model = gnn.GAT(data.num_features, 8, 3, CLASSES, heads=2, norm="BatchNorm", dropout=0.3)
     model = pyg_sar.distribute(model.double())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         F.cross_entropy(model(data.x, data.edge_index), data.y).backward()
         optimizer.step()

@@ -166,7 +166,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("start", [workers, parts])
 def test_they_compute_with_all_nodes(start: Any, root: Path):
-    cases = some(list(product(PLACES, KINDS)), start.__name__, 3)
+    cases = some(list(product(PLACES, KINDS)), start.__name__, 3 if start is parts else 7)
     expected = sweep(None, cases)
     for found in start(sweep, 2, root, cases):
         for case, result in found.items():

@@ -101,7 +101,7 @@ def drawn() -> tuple[torch.Tensor, float, float]:
     return torch.rand(3), float(np.random.rand()), random.random()
 
 
-def test_workers_start_from_the_callers_dtype_and_random_numbers(light):
+def test_workers_start_from_the_callers_dtype_and_random_numbers():
     """A script's first lines hold in workers that don't run them."""
     torch.set_default_dtype(torch.float64)
     try:

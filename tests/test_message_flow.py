@@ -224,7 +224,7 @@ def test_models_of_pyg_with_losses_of_pytorch(graph, partitions):
     nothing = lambda *_: None  # noqa: E731
     mask = graph.train_mask
     expected = {name: of_stock(name, graph, mask, copy.copy, nothing) for name in STOCK}
-    for found in workers(stock_models, 3, partitions(graph, 3)):
+    for found in parts(stock_models, 3, partitions(graph, 3)):
         for name, (out, grads) in expected.items():
             scale = gradient_scale(grads)
             assert error(found[name][0], out) < TOLERANCE, name
@@ -331,12 +331,14 @@ class Labelled(nn.Module):
         return self.conv(self.label(data.x, data.y, data.label_mask), data.edge_index, **more)
 
 
-def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -> Any:
-    data = pyg_sar.load_partition(root)
-    flow = pyg_sar.partition.message_flow_graphs(data, data.train_mask, layers) if layers else None
+def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -> list[Any]:
+    """Results with message flow graphs and without."""
+    data, found = pyg_sar.load_partition(root), []
     config = TrainConfig(epochs=2, restore_best=False)
-    own = pyg_sar.distribute(copy.deepcopy(model))
-    return pyg_sar.Trainer(own, data, config, flow=flow, **arguments).fit()
+    for flow in (pyg_sar.partition.message_flow_graphs(data, data.train_mask, layers), None):
+        own = pyg_sar.distribute(copy.deepcopy(model))
+        found.append(pyg_sar.Trainer(own, data, config, flow=flow, **arguments).fit())
+    return found
 
 
 def test_the_trainer_trains_the_same(graph, models, partitions):
@@ -346,7 +348,7 @@ def test_the_trainer_trains_the_same(graph, models, partitions):
         (Labelled().double(), 3, workers, {"labels": 0.3}),
     ):
         root, how = partitions(graph, world), {"forward": call, **more}
-        flow, every = (run(train, world, root, model, n, how)[0] for n in (layers_of(model), 0))
+        flow, every = run(train, world, root, model, layers_of(model), how)[0]
         assert flow.losses == pytest.approx(every.losses, rel=TOLERANCE)
         assert flow.final == pytest.approx(every.final, rel=TOLERANCE)
 

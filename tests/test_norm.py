@@ -534,7 +534,7 @@ def test_low_precision(tmp_path: Path):
         data = pyg_sar.load_partition(root)
         return [one(case, data, pyg_sar.distribute) for case in sweep]
 
-    for ours in workers(worker, 2, written(tmp_path, 2)):
+    for ours in parts(worker, 2, written(tmp_path, 2)):
         for case, mine, plain in zip(sweep, ours, theirs, strict=True):
             exact = one(case, graph(), same, exact=True)
             assert isinstance(mine, Tensor) and mine.dtype == plain.dtype, (case, mine)

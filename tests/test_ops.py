@@ -23,6 +23,7 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    hosted,
     make_graph,
     parts,
     single_process,
@@ -516,7 +517,7 @@ def test_layers_are_exact_with_kernels_and_without(world: int, partitions: Parti
         sweep.add(name, Job(make().double(), root, policies=SWITCHES), data)
     job = Job(Negated().double(), root, edge=("edge_weight",), policies=SWITCHES)
     sweep.add("negated views", job, data)
-    sweep.check()
+    sweep.check(hosted(world))
 
 
 def rows_of_messages(root: Path, runs: list[Any]) -> list[tuple[list[int], int]]:

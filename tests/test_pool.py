@@ -20,7 +20,7 @@ from torch_geometric.utils import degree, scatter, softmax, to_dense_batch
 import pyg_sar
 
 CHANNELS, ROWS, GRAPHS = 4, 23, 5
-WORLDS = ((1, workers), (2, workers), (3, workers), (5, parts))
+WORLDS = ((1, workers), (2, workers), (3, workers), (4, parts))
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from oracle import parts, workers
 
+from pyg_sar.comm import watch
 from pyg_sar.comm.group import current
 from pyg_sar.comm.messages import (
     MEET,
-    PATIENCE,
     READ,
     RECEIVE,
     SEND,
@@ -147,9 +147,10 @@ def test_a_worker_that_computes_keeps_the_others_waiting():
 
     def work() -> None:
         comm = current()
+        watch.BEAT, watch.STUCK = 0.1, 0.3
         for step in range(2):
             if comm.rank == step:
-                time.sleep(1.5 * PATIENCE)
+                time.sleep(5 * watch.STUCK)
             exchange()
             comm.barrier()
         if comm.rank == 0:

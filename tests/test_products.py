@@ -16,6 +16,7 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    hosted,
     make_graph,
     single_process,
     whole,
@@ -115,7 +116,7 @@ def test_layers_are_exact_with_constant_and_learned_weights(world: int, partitio
             names: Any = {"edge" if learned else "constants": ("edge_weight",)}
             job = Job(make().double(), root, policies=SWITCHES, **names)
             sweep.add(f"{name}, learned: {learned}", job, data)
-    sweep.check()
+    sweep.check(hosted(world))
 
 
 def test_weights_with_an_axis_of_one(partitions: Partitions):

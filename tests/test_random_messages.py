@@ -20,7 +20,7 @@ import pytest
 import torch
 from combinations import some
 from hypothesis import settings
-from oracle import make_graph, node_losses, whole, workers
+from oracle import make_graph, node_losses, parts, whole, workers
 from random_messages import (
     LOCAL_STATE,
     MIXING,
@@ -133,11 +133,16 @@ def difference(found: Found, expected: Found) -> str:
 
 
 def judge(
-    folder: Path, world: int, data: Data, jobs: Sequence[Job], part: Any = "random"
+    folder: Path,
+    world: int,
+    data: Data,
+    jobs: Sequence[Job],
+    part: Any = "random",
+    start: Any = workers,
 ) -> tuple[list[str], list[list[str]]]:
     """What is wrong; and for each job and policy why it was refused, or an empty string."""
-    pyg_sar.write_partitions(data, world, folder / "parts", part)
-    found = workers(worker, world, folder / "parts", jobs)
+    pyg_sar.write_partitions(data, world, folder / "parts", "random")
+    found = start(worker, world, folder / "parts", jobs)
     wrong: list[str] = []
     outcomes: list[list[str]] = []
     for k, (program, policies) in enumerate(jobs):
@@ -162,14 +167,16 @@ def graph(seed: int = 0) -> Data:
 @pytest.mark.parametrize("batch", range(COUNT // BATCH))
 def test_random_messages(batch: int, tmp_path: Path):
     jobs = [job_of(number) for number in range(FIRST + batch * BATCH, FIRST + (batch + 1) * BATCH)]
-    wrong, outcomes = judge(tmp_path, 2 + batch % 2, graph(batch), jobs)
-    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong])
     ran: Counter[str] = Counter()
     tried: Counter[str] = Counter()
-    for (program, _), found in zip(jobs, outcomes, strict=True):
-        key = "mixing" if program.mixes else program.kind
-        tried[key] += len(found)
-        ran[key] += found.count("")
+    for half, start in ((jobs[::2], workers), (jobs[1::2], parts)):
+        folder = tmp_path / start.__name__
+        wrong, outcomes = judge(folder, 2 + batch % 2, graph(batch), half, start=start)
+        assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong])
+        for (program, _), found in zip(half, outcomes, strict=True):
+            key = "mixing" if program.mixes else program.kind
+            tried[key] += len(found)
+            ran[key] += found.count("")
     assert all(ran[key] >= 0.95 * tried[key] for key in tried), (ran, tried)
 
 
@@ -195,6 +202,7 @@ def test_what_depends_on_other_edges_runs_on_the_whole_graph(world: int, tmp_pat
     for k, program in enumerate(ON_THE_WHOLE_GRAPH):
         policies = [every[0], every[1 + k % len(POLICIES)]]
         jobs.append((program, list(some(policies, f"{program} {world}", 2))))
+    jobs = jobs if world > 1 else some(jobs, "one worker", 3)
     wrong, outcomes = judge(tmp_path, world, graph(), jobs)
     assert not wrong, wrong
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
@@ -233,7 +241,7 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
     jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
     jobs += [(p, list(some(policies, str(p), 4))) for p in mixing]
-    wrong, outcomes = judge(tmp_path, 3, graph(), jobs)
+    wrong, outcomes = judge(tmp_path, 2, graph(), jobs)
     assert not wrong, wrong
     assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
@@ -242,7 +250,7 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
 def test_sizes_that_are_numbers_are_the_graphs(tmp_path: Path):
     """``size_i`` and the like count nodes of the whole graph; where they are lengths, too, not."""
     jobs = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
-    wrong, outcomes = judge(tmp_path, 3, graph(), jobs)
+    wrong, outcomes = judge(tmp_path, 3, graph(), jobs, start=parts)
     assert not wrong, wrong
     assert not any(map(any, outcomes)), outcomes
 

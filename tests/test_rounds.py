@@ -90,7 +90,7 @@ def test_exact_with_empty_rounds(world: int, partitions: Partitions):
     sweep = Sweep(world)
     for name, (make, edge) in LAYERS.items():
         sweep.add(name, Job(make().double(), folder, edge, (*MODES, SARPolicy(prefetch=0))), data)
-    sweep.check()
+    sweep.check("gloo")
 
 
 def messages(root: Path, prefetch: int) -> Any:
