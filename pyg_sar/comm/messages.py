@@ -113,7 +113,6 @@ WROTE, READ = "wrote", "read"
 """Channels of shared memory, each followed by the subject."""
 PARTNERS = {SEND: RECEIVE, RECEIVE: SEND, MEET: MEET, WROTE: READ, READ: WROTE}
 
-PATIENCE = 3.0  # Seconds after which a wait is looked into.
 MOST_NAMED = 8  # Workers in an error.
 
 REMEDY = (
