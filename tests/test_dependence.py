@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,14 +171,14 @@ CASES: list[tuple[str, Fn, str, bool, bool]] = [
 
 
 def counts(root: Path, pairs: list[tuple[MessagePassing, SARPolicy]]) -> list[dict[str, Any]]:
-    """Two passes of each layer by its policy, counted; a hook counts the messages."""
+    """Two passes of each layer by its policy, counted; so are the runs of messages."""
     data = pyg_sar.load_partition(root)
     halo = data.edge_index.to_local().plan.num_halo * CHANNELS * BYTES
     found = []
     for layer, policy in pairs:
-        layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
-        calls: list[Any] = []
-        layer.register_message_forward_pre_hook(lambda *_, calls=calls: calls.append(0))
+        layer, calls = copy.deepcopy(layer), []
+        layer.fn = lambda *given, fn=layer.fn, calls=calls: (calls.append(0), fn(*given))[1]
+        layer = pyg_sar.distribute(layer, replace(policy, kernels="off"))  # They run no message.
         backward_calls = 0
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             for _ in range(2):

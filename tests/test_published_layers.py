@@ -49,6 +49,19 @@ class Helped(Gated):
         return self.kept.tanh()
 
 
+class Asked(Gated):
+    """``forward`` takes it: mode 3 gives it."""
+
+    mode = 3
+
+    def forward(self, x: Tensor, data: Data) -> Tensor:
+        out = self.propagate(data.edge_index, x=x, edge_attr=data.edge_attr)
+        return out + self.norm(self.kept).square().mean(0)
+
+    def update(self, out: Tensor) -> Tensor:
+        return out
+
+
 class Short(MessagePassing):
     """HalfNLHconv of AllSet: nodes at the end without edges get no row, which is added here."""
 
@@ -157,7 +170,7 @@ class Buffered(nn.Module):
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in (Gated, Helped, Short, Fixed, OwnPropagate, Heads)},
+    **{kind.__name__: kind for kind in (Gated, Helped, Asked, Short, Fixed, OwnPropagate, Heads)},
     **{f"Hyper {n}": lambda n=n: Hyper(n) for n in (HYPEREDGES, 40, 80)},
     "Given": lambda: Given(90),
     "Buffered": lambda: Buffered(torch.sparse_coo),
@@ -172,7 +185,8 @@ def trained(root: Path | None, names: list[str], data: Data | None = None) -> li
     for name in names:
         torch.manual_seed(0)
         model: Any = nn.ModuleList([nn.Linear(CHANNELS, CHANNELS), LAYERS[name]()]).double()
-        model = model if root is None else pyg_sar.distribute(model)
+        policy = pyg_sar.SARPolicy(mode=getattr(model[1], "mode", 1))
+        model = model if root is None else pyg_sar.distribute(model, policy)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             optimizer.zero_grad()

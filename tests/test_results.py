@@ -18,7 +18,7 @@ from torch_geometric.nn import GATConv, GCNConv
 import pyg_sar
 from pyg_sar.tools.graphs import load_graph
 
-EPOCHS = 15
+EPOCHS = 30
 NODES = 3000  # The first so many nodes of a larger graph, to be quick.
 TOLERANCE = 1e-9  # Of the loss, in every epoch.
 GRAPHS = {

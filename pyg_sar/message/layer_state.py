@@ -54,44 +54,37 @@ class TileValue(Tensor):
 
     attribute: str
     owner: str
-    whole: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = next(v for v in tree_leaves((args, kwargs or {})) if isinstance(v, cls))
-        remedy = "Set `layer.policy = pyg_sar.SARPolicy(mode=3)` to have it"
-        if not value.whole:
-            remedy = (
-                "Compute it in forward(), where x[edge_index[0]] and x[edge_index[1]] are the rows "
-                "of the edges' ends; attention weights are returned by layers whose forward() "
-                "takes 'return_attention_weights'"
-            )
         raise DistributedIndexError(
             f"'{value.attribute}' of {value.owner} was set by message() or edge_update(), which "
             "runs for one part of the edges after the other, and on each worker for its own: "
-            f"there is no value for all of them. {remedy}"
+            "there is no value for all of them. A layer of your own has it with `layer.policy = "
+            "pyg_sar.SARPolicy(mode=3)`. Layers of PyG return attention weights where forward() "
+            "takes 'return_attention_weights'"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TileValue('{self.attribute}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TileValue:
-        return tile_value(self.attribute, self.owner, self.whole)
+        return tile_value(self.attribute, self.owner)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return tile_value, (self.attribute, self.owner, self.whole)
+        return tile_value, (self.attribute, self.owner)
 
 
-def tile_value(name: str, owner: str, whole: bool) -> TileValue:
+def tile_value(name: str, owner: str) -> TileValue:
     """Returns a stand-in for an attribute that ``message`` sets.
 
     Args:
         name: The attribute.
         owner: How errors name the layer.
-        whole: One worker has all edges, so that there is a value with mode 3.
     """
     out = torch.empty(0).as_subclass(TileValue)
-    out.attribute, out.owner, out.whole = name, owner, whole
+    out.attribute, out.owner = name, owner
     return out
 
 
@@ -108,22 +101,19 @@ def attributes_of(layer: torch.nn.Module, names: Sequence[str]) -> dict[str, Any
     return found
 
 
-def put_tile_values(
-    layer: torch.nn.Module, before: Mapping[str, Any], owner: str, whole: bool
-) -> None:
+def put_tile_values(layer: torch.nn.Module, before: Mapping[str, Any], owner: str) -> None:
     """Puts stand-ins in the place of attributes that a message has set.
 
     Args:
         layer: The layer.
         before: What they were before the message ran (:func:`attributes_of`).
         owner: How errors name the layer.
-        whole: One worker has all edges.
     """
     kept = facts_of(layer).before_tiles
     for name, value in before.items():
         path, _, attribute = name.rpartition(".")
         kept.setdefault(name, value)
-        layer.get_submodule(path).__dict__[attribute] = tile_value(name, owner, whole)
+        layer.get_submodule(path).__dict__[attribute] = tile_value(name, owner)
 
 
 def forget_tile_values(layer: torch.nn.Module) -> None:

@@ -595,14 +595,19 @@ class GlobalPropagation(DistMessagePassing):
         return super()._propagate_parts(edge_index, size, kwargs, choice)
 
     def _refuse_sets(self, choice: Any) -> None:
-        """Raises where ``update`` names an attribute that ``message`` sets, of a worker's edges."""
+        """Raises where an attribute is wanted that ``message`` sets, of a worker's edges.
+
+        By ``update``, which names it, or by whoever asks for one shot.
+        """
         keeps = () if choice.rows is None else choice.rows.agreed.keeps
         names, kind = {*choice.sets, *keeps}, cast(Any, type(self))
-        names = names and names & names_within(kind, "update")
+        if names and self.policy.mode != 3:
+            names &= names_within(kind, "update")
         if names and current().world_size > 1:
+            wants = "mode 3" if self.policy.mode == 3 else "its update()"
             error = DistributedIndexError(
-                f"{title_of(self)} can't be computed from each worker's own edges: its update() "
-                f"takes '{min(names)}', which message() sets for all edges"
+                f"{title_of(self)} can't be computed from each worker's own edges: {wants} asks "
+                f"for '{min(names)}', which message() sets for all of them"
             )
             error.mixes_edges = True
             raise error

@@ -236,7 +236,7 @@ class DistMessagePassing(MessagePassing):
                 before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
                 out = self._propagate_whole(edge_index, size, kwargs, choice)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
-                    self._stand_in(before, edge_index.plan)
+                    put_tile_values(self, before, title_of(self))
                 return out
             if steady is not None and not choice.sizes:
                 call = None if choice.sets else only_sums(self, edge_index, kwargs, choice)
@@ -422,16 +422,11 @@ class DistMessagePassing(MessagePassing):
         if found is not None:
             out = self._finished(edge_index, choice, *found)
         if choice.sets:
-            self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
+            put_tile_values(self, attributes_of(self, choice.sets), title_of(self))
         if pristine(self, "update", of=MessagePassing):
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         return self.update(out, **self.inspector.collect_param_data("update", data))
-
-    def _stand_in(self, before: dict[str, Any], plan: Any) -> None:
-        """Lets nobody read what ``message`` has left, which is of some edges only."""
-        if before:
-            put_tile_values(self, before, title_of(self), plan.world_size == 1)
 
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
