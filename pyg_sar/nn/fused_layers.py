@@ -253,7 +253,7 @@ def _gate(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
 
 def _hgt(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
     key = kwargs["k"]
-    if layer._propagate_forward_pre_hooks or kwargs["edge_attr"].dim() != 2:
+    if kwargs["edge_attr"].dim() != 2:
         return None
     scale = 1 / math.sqrt(key.size(-1))
     return Attention(kind="dot", value=kwargs["v"], key=key, query=kwargs["q"], scale=scale)

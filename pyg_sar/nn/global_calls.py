@@ -590,9 +590,9 @@ class GlobalPropagation(DistMessagePassing):
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
 
-    def _propagate_parts(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
+    def _propagate_parts(self, edge_index: Any, kwargs: Any, choice: Any) -> Tensor:
         self._refuse_sets(choice)
-        return super()._propagate_parts(edge_index, size, kwargs, choice)
+        return super()._propagate_parts(edge_index, kwargs, choice)
 
     def _refuse_sets(self, choice: Any) -> None:
         """Raises where an attribute is wanted that ``message`` sets, of a worker's edges.

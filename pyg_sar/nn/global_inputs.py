@@ -50,12 +50,11 @@ WITHIN = tuple(hook_names(*_METHODS))
 def is_explained(layer: MessagePassing) -> bool:
     """Returns whether a user sees what a layer computes for edges, or changes it.
 
-    The hooks of ``to_hetero_with_bases`` treat each message alone.
+    Hooks of ``to_hetero_with_bases`` weigh each message alone.
     """
-    return bool(layer.explain) or any(
-        not str(getattr(hook, "__module__", "")).startswith("torch_geometric.nn.")
-        for hook in hooks_of(layer, *_METHODS)
-    )
+    messages = layer._message_forward_hooks.values()
+    alone = [str(hook.__module__).startswith("torch_geometric.nn.") for hook in messages]
+    return bool(layer.explain) or len(hooks_of(layer, *_METHODS)) > sum(alone)
 
 
 def is_watched(layer: MessagePassing) -> bool:

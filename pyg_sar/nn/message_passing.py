@@ -215,7 +215,7 @@ class DistMessagePassing(MessagePassing):
             found = None if call is None else call.run(self, edge_index, kwargs)
             if found is not None:
                 return found[0][0]
-            return self._propagate_parts(edge_index, size, kwargs, choice)
+            return self._propagate_parts(edge_index, kwargs, choice)
         if is_explained(self):
             raise DistributedIndexError(
                 f"{title_of(self)} at rank {edge_index.plan.rank} is explained, or has hooks of "
@@ -241,7 +241,7 @@ class DistMessagePassing(MessagePassing):
             if steady is not None and not choice.sizes:
                 call = None if choice.sets else only_sums(self, edge_index, kwargs, choice)
                 facts_of(self).steady[steady] = replace(choice, sums_call=call)
-            return self._propagate_parts(edge_index, size, kwargs, choice)
+            return self._propagate_parts(edge_index, kwargs, choice)
 
     def _steady_key(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
@@ -406,12 +406,8 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edges, size=size, **kwargs)
 
     def _propagate_parts(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor:
-        for hook in self._propagate_forward_pre_hooks.values():
-            result = hook(self, (edge_index, size, kwargs))
-            if result is not None:
-                edge_index, size, kwargs = result
         out: Any = None
         with self._drawing(edge_index, kwargs) as draws:
             found = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
