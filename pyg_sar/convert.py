@@ -97,9 +97,12 @@ def distribute(
     Raises:
         TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
         ValueError: When a layer's parameters don't exist yet, a layer is not known, the model is on
-            another device than the workers' data, a norm within a layer is not known, the model
-            holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes
-            or plain attributes.
+            another device than the workers' data, it holds ``DistributedDataParallel`` or FSDP, or
+            workers' models differ: in modules, shapes or plain attributes.
+
+    Warns:
+        OneShotWarning: A layer that can't be computed shard by shard runs as PyG does, on tensors
+            of the whole graph: its class has a ``propagate`` of its own, say.
     """
     comm = current()
     policies = _policies(model, policy, layer_policies)

@@ -74,7 +74,13 @@ def runs_of_rows_written_beside_ids(x, data):
     x[3:19:2, mask] += 1.0
     x[2, [0, 5]] = x[7, [1, 3]]
     x[-1, mask] = x[:, 0].sum()
-    return x
+    pairs = (x.unsqueeze(-1) * x.unsqueeze(1)).clone()
+    square = mask.sum()
+    pairs[5, :square, mask] = x[:square, :square].tanh()  # As many rows as columns.
+    pairs[4:7, [0, 1], [2, 3]] = x[7:10, :2]
+    turned = pairs.permute(1, 0, 2).contiguous()
+    turned[[0, 2], 3] = turned[[1, 4], -2]
+    return turned.sum(0) + pairs.mean(1)
 
 
 @between(parameter(NODES, WIDTH))

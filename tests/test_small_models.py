@@ -31,7 +31,12 @@ SHARES: dict[str, tuple[int, ...]] = {
 ALWAYS = (
     *("ranking_of_all_pairs", "transposed_parameter_dropped", "dropped_across", "pairs_of_nodes"),
     *("layer_of_a_computed_weight", "layer_with_a_mean_over_all_nodes", "gps_layer"),
-    *("two_nodes_at_a_time", "rows_of_a_table_of_neighbors", "random_slopes"),
+    *(
+        "two_nodes_at_a_time",
+        "rows_of_a_table_of_neighbors",
+        "random_slopes",
+        "runs_of_rows_written_beside_ids",
+    ),
     *("transformer_over_all_nodes", "transformer_over_views", "multihead_attention"),
     *REFUSED,
     *("gradient_penalty", "meta_learning_by_functional_call"),

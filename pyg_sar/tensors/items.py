@@ -119,11 +119,8 @@ def _set_rows(target: NodeTensor, parts: list[Any], place: int, value: Any) -> N
         part is None or part is Ellipsis or isinstance(part, slice) or _is_row(part)
         for k, part in enumerate(parts)
         if k != place
-    ):  # Beside a mask or ids a number is an id, and a run a view of its own.
-        run = isinstance(named, slice)
-        rows = target[(slice(None),) * target.axis + (named,)] if run else target
-        parts[place] = slice(None) if run else torch.tensor([int(named)], device=target.device)
-        rows[tuple(parts)] = value
+    ):
+        _set_beside_ids(target, parts, place, value)
         return
     ids = torch.arange(total, device=target.device)[named]
     view = target[tuple(slice(None) if k == place else part for k, part in enumerate(parts))]
@@ -139,3 +136,22 @@ def _set_rows(target: NodeTensor, parts: list[Any], place: int, value: Any) -> N
         if ids.dim():
             value = value.movedim(view.axis, 0)
     rows_first[ids.view(-1)] = value
+
+
+def _set_beside_ids(target: NodeTensor, parts: list[Any], place: int, value: Any) -> None:
+    """Writes rows that are named by a number or a run beside a mask or ids, through a view."""
+    named, axis = parts[place], target.axis
+    before, after = parts[:place], parts[place + 1 :]
+    if isinstance(named, slice):
+        rows = target[(slice(None),) * axis + (named,)]
+        rows[(*before, slice(None), *after)] = value
+        return
+    total, number = target.size(axis), int(named)
+    if not -total <= number < total:
+        raise IndexError(f"index {number} is out of bounds for dimension {axis} with size {total}")
+    one = slice(number % total, number % total + 1)
+    # Torch's view has no such axis: it comes last, where it moves no axis of the value.
+    rows = target[(slice(None),) * axis + (one,)].movedim(axis, -1)
+    rows[(*before, *after, slice(None))] = (
+        value.unsqueeze(-1) if isinstance(value, Tensor) and value.dim() else value
+    )
