@@ -5,6 +5,7 @@ Random numbers are drawn in the order of memory, so a wrong order gives wrong nu
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -133,3 +134,65 @@ def test_equal_to_one_process(world: int) -> None:
             torch.testing.assert_close(found[0], numbers, rtol=1e-9, atol=1e-9, equal_nan=True)
             assert found[1] == strides, seed
     assert refused * 10 < len(seeds) * world
+
+
+# Keys that are written ########################################################
+
+
+def _part(draw: random.Random, size: int) -> Any:
+    """What a key may name along an axis: a number, a run, ids or a mask."""
+    some_ids = [draw.randrange(-size, size) for _ in range(draw.choice([1, 2, 4]))]
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[some_ids] = True
+    run = slice(draw.randrange(size), None, draw.choice([1, 2]))
+    ids = torch.tensor(some_ids)
+    return draw.choice([some_ids[0], run, slice(0, 4), slice(None), some_ids, ids, mask, ids[0]])
+
+
+def _key_and_value(draw: random.Random, shape: tuple[int, ...]) -> tuple[Any, Tensor]:
+    """A key, and values of the shape of what it names, some of their axes broadcast."""
+    while True:
+        key = [_part(draw, size) for size in shape][: draw.choice([1, 2, 3, 3])]
+        if draw.random() < 0.15:
+            key.insert(draw.randrange(len(key) + 1), draw.choice([None, Ellipsis][: 5 - len(key)]))
+        try:
+            sizes = torch.empty(shape)[tuple(key)].shape
+        except IndexError:  # Ids, or masks, of lengths that don't fit.
+            continue
+        sizes = [1 if draw.random() < 0.15 else size for size in sizes]
+        return tuple(key), torch.arange(1.0, 1 + math.prod(sizes), dtype=DOUBLE).view(sizes)
+
+
+def _written_by(seed: int, x: Tensor) -> list[Tensor]:
+    draw = random.Random(seed)
+    order = draw.choice([(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+    leaf, scale = x.clone().requires_grad_(), torch.tensor(0.5, dtype=DOUBLE, requires_grad=True)
+    out = (leaf * 1).permute(order).contiguous()
+    key, value = _key_and_value(draw, tuple(out.shape))
+    out[key] = value * scale
+    weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), (leaf, scale))]
+
+
+def test_values_go_where_keys_say() -> None:
+    x = torch.randn(N, 4, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
+    seeds = some(range(2000), "keys", 10)
+    expected = [_written_by(seed, x) for seed in seeds]
+
+    def work() -> list[Any]:
+        comm, found = current(), []
+        rows = node_rows(comm, torch.arange(comm.rank, N, comm.world_size), N)
+        for seed in seeds:
+            try:
+                found.append(
+                    [whole(t, "test") for t in _written_by(seed, wrap(x[rows.ids], rows, 0))]
+                )
+            except DistributedIndexError as error:
+                found.append(str(error))
+        return found
+
+    for found in parts(work, 3):
+        for seed, one, right in zip(seeds, found, expected, strict=True):
+            if not isinstance(one, str):
+                torch.testing.assert_close(one, right, rtol=1e-9, atol=1e-9, msg=f"seed {seed}")
+        assert sum(isinstance(one, str) for one in found) * 40 < len(seeds)
