@@ -117,7 +117,8 @@ MOST_NAMED = 8  # Workers in an error.
 
 REMEDY = (
     "Every rank must call the same layers, losses and backward() in the same order, with tensors "
-    "of the same dtypes and widths: look for a call that only some ranks make"
+    "of the same dtypes and widths: look for a call that only some ranks make, or a hook that only "
+    "some have"
 )
 
 
