@@ -37,8 +37,8 @@ demo: $(STAMPS)/plot ## Partition a synthetic graph, train on 4 workers, compare
 test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS)
+	$(BIN)/mypy & types=$$!; $(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS); \
+		tests=$$?; wait $$types && exit $$tests
 
 test-full: override PYTEST_ARGS += --all
 test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (minutes, 1 GB), run all tests
