@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -91,6 +92,10 @@ class Communicator(ABC):
         unlike processors, which round differently."""
         self.in_layer = False
         """Says if a layer computes: modules in it get this worker's rows."""
+        self.derivations: Any = None
+        """Which ids and masks are the same as others were (``tensors/derivations.py``)."""
+        self.serials = itertools.count()
+        """Numbers, of which each is given once."""
         self.made_edges: Any = None
         """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.replica, self.replicas = 0, 1

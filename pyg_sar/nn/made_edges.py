@@ -29,7 +29,7 @@ from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.space.distributed_index import InSpace
 from pyg_sar.tensors import NodeTensor, Rows, mapped, node_rows, node_tensors, whole
 from pyg_sar.tensors.distributing import distributed_edges
-from pyg_sar.tensors.rows import written
+from pyg_sar.tensors.rows import known_by
 
 METHOD = "balanced"
 """The partitioner of nodes that have no places yet."""
@@ -140,7 +140,7 @@ class MadeEdges:
                 content = made.as_subclass(Tensor)
                 return self._by_content(title, made, content, ends, other_nodes)
         rows = [end.rows if isinstance(end, NodeTensor) else end for end in ends]
-        key = id(made), written(made), *map(_id, rows)
+        key = *known_by(made), *map(_id, rows)
         if key not in self._seen:
             with torch.inference_mode(False), torch.no_grad():
                 content = torch.cat([made.local, made.rows.ids.view(1, -1)])

@@ -54,6 +54,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, pass_back, row_copy, shares_memory
+from pyg_sar.tensors.derivations import derivations_of
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
@@ -119,6 +120,7 @@ class NodeTensor(Tensor):
     _local: Tensor
     _edges: tuple[Any, int]
     _column: tuple[NodeTensor, int] | None
+    _derivation: tuple[int, Writes, int, int | None] | None
 
     @staticmethod
     def __new__(
@@ -141,6 +143,7 @@ class NodeTensor(Tensor):
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.steps = steps
         out.writes, out._edges, out._column = Writes(local), (None, 0), None
+        out._derivation = None
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +158,27 @@ class NodeTensor(Tensor):
     @edges.setter
     def edges(self, edges: Any) -> None:
         self._edges = edges, self.writes.count
+
+    @property
+    def derivation(self) -> int | None:
+        """A number that tensors of the same values have. See [Note: derivations].
+
+        ``None`` of what inference mode made, into which nobody counts writes.
+        """
+        if self._local.is_inference():
+            return None
+        if self._derivation is not None:
+            number, writes, counted, version = self._derivation
+            same = writes is self.writes and counted == writes.count
+            if same and (version is None or version == self._local._version):
+                return number
+        self.derivation = number = next(self.rows.comm.serials)
+        return number
+
+    @derivation.setter
+    def derivation(self, number: int) -> None:
+        version = self._local._version if self.make is None else None
+        self._derivation = number, self.writes, self.writes.count, version
 
     @property
     def column(self) -> tuple[NodeTensor, int] | None:
@@ -254,11 +278,14 @@ class NodeTensor(Tensor):
                     args[0].origin.put()
                 if not func._schema.is_mutable:
                     out = _as_in_one_process(func, args, kwargs, given, out)
+                    derivations_of(comm).note(func, args, kwargs, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if outside else nullcontext():
-                return _viewed(func, args, kwargs, given, found)
+                out = _viewed(func, args, kwargs, given, found)
+                derivations_of(comm).note(func, args, kwargs, out)
+                return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))

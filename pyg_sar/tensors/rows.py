@@ -56,6 +56,15 @@ def written(tensor: Tensor) -> int:
     return writes.count if isinstance(writes, Writes) else version_of(tensor)
 
 
+def known_by(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns what other tensors of the same values have, too, as far as is known.
+
+    See [Note: derivations]. Of a plain tensor, and in inference mode, nothing is.
+    """
+    number = getattr(tensor, "derivation", None)
+    return (id(tensor), written(tensor)) if number is None else ("derivation", number)
+
+
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
 _FIRST = 2**12  # numbers that are read of what operators and gradients hold
 
@@ -79,7 +88,7 @@ def note_plain(tensor: Tensor, comm: Communicator) -> None:
     version = version_of(tensor)
     if version >= 0 and comm.noted.get(tensor) == version:
         return
-    words = _words(tensor)
+    words = bytes_of(tensor)
     mark = zlib.crc32(words[:_COMPARED].cpu().numpy().tobytes(), comm.plain)
     if words.numel() > _COMPARED:
         even = words[_COMPARED : words.numel() // 4 * 4].view(torch.int32)
@@ -98,10 +107,10 @@ def note_first(tensor: Tensor, comm: Communicator) -> None:
             axis = next(d for d, n in enumerate(tensor.shape) if n > 1)
             fewer = tensor.size(axis) * _FIRST // tensor.numel()
             tensor = tensor.narrow(axis, 0, max(fewer, 1))
-        comm.beside = zlib.crc32(_words(tensor).numpy().tobytes(), comm.beside)
+        comm.beside = zlib.crc32(bytes_of(tensor).numpy().tobytes(), comm.beside)
 
 
-def _words(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor; of what is repeated, as in gradients of sums, once.
 
     Raises:
@@ -255,6 +264,7 @@ class Rows:
             the same on the whole graph.
         parts: Of joined rows each part by its place: its layout, and its first row's number here.
         shared: Whether all workers hold a tensor of these rows.
+        serial: A number that no other layout has.
         origins: What these were ``"widened"`` or ``"repeated"`` from, by which and how many times.
     """
 
@@ -262,7 +272,7 @@ class Rows:
         self, comm: Communicator, total: int, count: int, ids: Tensor | Callable[[], Tensor]
     ) -> None:
         self.comm, self.total, self.count = comm, total, count
-        self._ids = ids
+        self._ids, self.serial = ids, next(comm.serials)
         self.parent: Rows | None = None
         self.source: Tensor | None = None
         self.ends: tuple[Rows, ...] = ()
@@ -358,8 +368,9 @@ class Rows:
             local: This worker's part of it, bool ``[count]``.
             mask: The tensor that it is part of, by which the selection is known again.
         """
-        key = "mask", id(mask), written(mask)
-        return self.keep(key, mask, lambda: self._selected(local.nonzero().view(-1)))
+        return self.keep(
+            ("mask", *known_by(mask)), mask, lambda: self._selected(local.nonzero().view(-1))
+        )
 
     def _selected(self, source: Tensor) -> Rows:
         count = torch.tensor([source.numel()], device=self.comm.device)
@@ -655,8 +666,7 @@ class Rows:
         if tensor.is_inference():
             plan, least = make()  # Nobody counts writes into it.
         else:
-            key = "fetch", id(tensor), id(tensor.writes), tensor.writes.count, number
-            plan, least = self.keep(key, (tensor, tensor.writes), make)
+            plan, least = self.keep(("fetch", *known_by(tensor), number), None, make)
         if least < lowest:
             raise self._beyond(least)
         return plan
