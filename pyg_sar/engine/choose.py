@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, SumAggregation
 
 from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
@@ -28,9 +28,10 @@ from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
+from pyg_sar.message.attention_trace import AttentionOf, attention_in
 from pyg_sar.message.decompose import PLAIN, Decomposition
 from pyg_sar.message.edge_draws import EdgeDraws
-from pyg_sar.message.layer_facts import hooks_of, pristine
+from pyg_sar.message.layer_facts import hooks_of, is_plain_module, pristine
 from pyg_sar.message.layer_state import preserved_attributes
 from pyg_sar.message.program import TileProgram, check_nodes
 from pyg_sar.message.recording import Products, Recording
@@ -211,6 +212,69 @@ def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
         )
 
 
+def own_attention(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+) -> Attention | None:
+    """Returns the attention that a message of one's own is; ``None`` where it is none.
+
+    See [Note: attention by operators]. Before its random numbers are drawn.
+
+    Raises:
+        DistributedIndexError: When the message is another one than it was.
+    """
+    found = None if choice.needs is None else choice.needs.attention
+    if found is None or layer.policy.kernels == "off" or layer.policy.strategy == "chunked":
+        return None
+    if (layer.message.__module__ or "").startswith("torch_geometric."):
+        return None  # PyG's are known by their class.
+    plain = is_plain_module(layer.aggr_module, SumAggregation) and not hooks_of(layer, "message")
+    plain &= pristine(layer, "aggregate", of=MessagePassing)
+    if not plain or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return None
+    groups = decomposition_of(layer, False).groups
+    program = TileProgram(layer, edge_index, kwargs, choice.edge_level, groups, sizes=choice.sizes)
+    _check_attention(program, edge_index, found)
+    rows = [operand.tensor for operand in program.operands]
+    value, query = rows[found.value], rows[found.query]
+    att = None
+    if found.att:
+        path, _, name = found.att.rpartition(".")
+        parameter = layer.get_submodule(path)._parameters[name]
+        att = parameter.view(parameter.shape[-2:])
+    attention = Attention(
+        kind=found.kind,
+        value=value.unsqueeze(1) if value.dim() == 2 else value,
+        key=None if found.key < 0 else rows[found.key],
+        query=query,
+        att=att,
+        slope=found.slope,
+        scale=found.scale,
+        p=found.p,
+    )
+    first, *others = attention.tensors().values()
+    alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
+    return attention if alike and made_for(first) else None
+
+
+def _check_attention(program: TileProgram, edge_index: DistEdgeIndex, found: AttentionOf) -> None:
+    """Raises where a message, tried on an edge, is not the attention that it was."""
+    layer, edge = program.layer, _an_edge(program, edge_index)
+    if edge is None:
+        return
+    tile, values = edge
+    given = {**program.own(tile, Reductions(watched=True)), **program.sizes}
+    devices = [edge_index.device] if edge_index.is_cuda else []
+    for operand, row in zip(program.operands, values, strict=True):
+        if row is not None:
+            row.requires_grad_(operand.tensor.requires_grad)
+    fork, kept = torch.random.fork_rng(devices), preserved_attributes(layer, buffers=True)
+    with kept, fork, torch.enable_grad(), Recording() as recording:
+        message, *_ = program.call(values, given)
+    now = attention_in(recording, program, values, tile.index, message)
+    if now is None or now[0] != found:
+        raise changed_message(f"{title_of(layer)} at rank {edge_index.plan.rank}")
+
+
 def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
     """The way of sums of rows, times constant weights or not; ``None``: not by kernel.
 
@@ -256,19 +320,15 @@ def _check_message(
     layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice, title: str
 ) -> None:
     """Raises where the message, tried on an edge, is not what it was when it was analysed."""
-    if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:
-        return
-    groups, one = decomposition_of(layer, False).groups, slice(0, 1)
-    source, target = (row[one] for row in edge_index.ends())
-    place = source % edge_index.plan.num_local  # of an own row
-    tile = Tile(0, one, target, torch.zeros_like(target), place, one)
+    groups = decomposition_of(layer, False).groups
     given = layer, edge_index, kwargs, choice.edge_level, groups
     program = TileProgram(*given, sizes=choice.sizes)
-    tensors = [operand.tensor.detach() for operand in program.operands]
-    with torch.no_grad(), preserved_attributes(layer, buffers=True):
-        values = program.gather(tile, tensors, [tensors[k] for k in program.numbers("source")])
-        with Recording() as recording:
-            messages = [one.messages for one in program.run(tile, values, Reductions())]
+    edge = _an_edge(program, edge_index)
+    if edge is None:
+        return
+    tile, values = edge
+    with torch.no_grad(), preserved_attributes(layer, buffers=True), Recording() as recording:
+        messages = [one.messages for one in program.run(tile, values, Reductions())]
     needs, products = choice.needs, Products(recording, program, values)
     if needs is not None and needs.product is not None:
         same = products.found(messages) == needs.product
@@ -276,3 +336,17 @@ def _check_message(
         same = needs is not None and products.is_source(messages, values[needs.source])
     if not same:
         raise changed_message(title)
+
+
+def _an_edge(
+    program: TileProgram, edge_index: DistEdgeIndex
+) -> tuple[Tile, list[Tensor | None]] | None:
+    """Returns an edge, from an own row, and its operands' rows; ``None`` where there is none."""
+    if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:
+        return None
+    one = slice(0, 1)
+    source, target = (row[one] for row in edge_index.ends())
+    place = source % edge_index.plan.num_local
+    tile = Tile(0, one, target, torch.zeros_like(target), place, one)
+    tensors = [operand.tensor.detach() for operand in program.operands]
+    return tile, program.gather(tile, tensors, [tensors[k] for k in program.numbers("source")])

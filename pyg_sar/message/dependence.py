@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.message.attention_trace import AttentionOf, attention_in, is_by_pyg
 from pyg_sar.message.layer_facts import standing_in
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message.program import Mapped, TileProgram
@@ -51,6 +52,7 @@ class Dependence:
         needs_sources: Case 2: the backward pass needs source values.
         source: The operand whose source rows are the message, unchanged; -1 if there is none.
         product: The operands whose product is the message: source rows, and numbers of edges.
+        attention: The softmax attention that the message is, if nothing else is done.
         pattern: Reductions over targets inside the message.
         saved_bytes_per_edge: What autograd keeps per edge besides source values.
         message_bytes: Bytes of one message, and of what the aggregation maps it to.
@@ -65,14 +67,18 @@ class Dependence:
     message_bytes: int
     reads_nodes: bool = False
     product: tuple[int, int] | None = None
+    attention: AttentionOf | None = None
 
     @classmethod
     def agreed(cls, everyone: Sequence[Sequence[Any]]) -> Dependence:
         """The needs of all workers together, each given by its attributes in their order."""
-        gradient, sources, source, patterns, saved, size, reads, products = zip(
+        gradient, sources, source, patterns, saved, size, reads, products, attentions = zip(
             *everyone, strict=True
         )
-        same = products[0] is not None and products.count(products[0]) == len(products)
+        same, attends = (
+            found[0] is not None and found.count(found[0]) == len(found)
+            for found in (products, attentions)
+        )
         return cls(
             any(gradient),
             any(sources),
@@ -82,6 +88,7 @@ class Dependence:
             max(size),
             all(reads),
             tuple(products[0]) if same else None,
+            AttentionOf(*attentions[0]) if attends else None,
         )
 
 
@@ -211,7 +218,7 @@ class Observation:
         for problem, always in self.log.problems:
             if always or not program.complete:
                 raise problem
-        alone = self.recording
+        alone = self._alone = self.recording
         self.recording = Recording(alone)
         values = self._moved[: len(program.operands)]
         given = {**self._given, **program.own(self._tile, Reductions())}
@@ -265,7 +272,20 @@ class Observation:
                 tile.index,
             ),
             product=None if complete else products.found(messages),
+            attention=None if opaque else self._attention(program),
         )
+
+    def _attention(self, program: TileProgram) -> AttentionOf | None:
+        index, values, message = self._tile.index, self.values, self._out
+        known = attention_in(self._alone, program, values, index, message)
+        if known is None:
+            return None
+        found, factors = known
+        att = dict(program.layer.named_parameters()).get(found.att)
+        if att is not None:  # A leaf stands for it.
+            att = next(t for t in self._known if storage_of(t) == storage_of(att))
+        right = is_by_pyg(found, factors, values, att, index, message)
+        return found if right else None
 
     # Softmax #################################################################
 

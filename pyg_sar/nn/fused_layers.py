@@ -114,11 +114,17 @@ def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
 def _dropout(layer: Any) -> dict[str, Any]:
     """Probability, and a seed from PyTorch's random state where it is drawn."""
     p = float(layer.dropout) if layer.training else 0.0
-    if p == 0.0:
-        return {}
-    if layer.policy.random is not None:  # Others draw (`EdgeDraws`).
-        return {"p": p}
-    return {"p": p, "seed": int(torch.randint(2**62, ()))}
+    return {"p": p, "seed": _seed(layer, p)}
+
+
+def _seed(layer: Any, p: float) -> int:
+    """A seed from PyTorch's random state, unless others draw (:class:`EdgeDraws`)."""
+    return int(torch.randint(2**62, ())) if p and layer.policy.random is None else 0
+
+
+def with_seed(layer: MessagePassing, own: Attention) -> Attention:
+    """An attention that a message of one's own is, with a seed where it drops weights."""
+    return replace(own, seed=_seed(layer, own.p))
 
 
 def _is_plain_linear(linear: Any) -> bool:

@@ -23,10 +23,17 @@ from pyg_sar.engine.analysis import (
     title_of,
     titled,
 )
-from pyg_sar.engine.choose import attention_kernel, message_kernel, only_sums, sums_call
+from pyg_sar.engine.choose import (
+    attention_kernel,
+    message_kernel,
+    only_sums,
+    own_attention,
+    sums_call,
+)
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, note_place, refuse_transforms
 from pyg_sar.exchange.gather import KeptRows
+from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
@@ -47,7 +54,7 @@ from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
-from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of
+from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of, with_seed
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
 from pyg_sar.nn.model_draws import (
     DrawsOfLayers,
@@ -409,10 +416,11 @@ class DistMessagePassing(MessagePassing):
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor:
         out: Any = None
+        own = own_attention(self, edge_index, kwargs, choice)
         with self._drawing(edge_index, kwargs) as draws:
             found = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if found is None:
-                out = self._attended(edge_index, kwargs, choice, draws)
+                out = self._attended(edge_index, kwargs, choice, draws, own)
             if found is None and out is None:
                 found = self._aggregated(edge_index, kwargs, choice, draws)
         if found is not None:
@@ -448,11 +456,15 @@ class DistMessagePassing(MessagePassing):
         kwargs: dict[str, Any],
         choice: Choice,
         draws: EdgeDraws | None,
+        own: Attention | None,
     ) -> Tensor | None:
         """Returns softmax attention by kernel; ``None`` where the kernels don't know the layer."""
-        if self.policy.kernels == "off" or choice.strategy != "sequential":
+        if own is not None:
+            attention: Any = with_seed(self, own)
+        elif self.policy.kernels == "off" or choice.strategy != "sequential":
             return None
-        attention = attention_of(self, edge_index, kwargs)
+        else:
+            attention = attention_of(self, edge_index, kwargs)
         if attention is not None and draws is not None:
             attention = with_kept_weights(attention, draws)
         if attention is None:
@@ -463,7 +475,10 @@ class DistMessagePassing(MessagePassing):
         given = attention, edge_index, self.policy, self.ledger_name, title
         kernel, tensors = attention_kernel(*given)
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        return as_aggregated(self, run(kernel, tensors, record)[0])
+        out = run(kernel, tensors, record)[0]
+        if own is not None:
+            return out.view(len(out), *choice.out_rows[0].shape[1:])
+        return as_aggregated(self, out)
 
     def _aggregated(
         self,

@@ -501,9 +501,9 @@ class MessagesBackward(Pass):
 def changed_message(title: str) -> DistributedIndexError:
     """The error where a message is not any more what its backward pass rests on."""
     return DistributedIndexError(
-        f"the message of {title} was a source row, or a weighted one, when it was analysed, and is "
-        "not now, though no flag, name or number among the layer's attributes tells. Set "
-        "`layer.policy = pyg_sar.SARPolicy(mode=3)`"
+        f"the message of {title} was a source row, a weighted one, or an attention, when it was "
+        "analysed, and is not now, or is another one, though no flag, name or number among the "
+        "layer's attributes tells. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
     )
 
 

@@ -1,0 +1,412 @@
+"""Messages of one's own that are softmax attention, as their operators tell.
+
+[Note: attention by operators] Copies of GATConv, GATv2Conv and TransformerConv are in many
+projects: ``softmax(score, index)``, dropped or not, times the source rows. That a message is one is
+read off what runs: each result is described by the operator that made it and by what that got, from
+the operands on, and the messages' description is compared with those of what the kernels compute.
+An operator that is not known here, or a write into an operand, ends it: the message runs as any
+other. What autograd does is not among these operators (``detach()``, hooks, functions with a
+backward pass of their own): values and gradients must be those of the same attention by PyG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import leaky_relu
+from torch_geometric.utils import softmax
+
+from pyg_sar.message.decompose import alike
+from pyg_sar.message.program import TileProgram
+from pyg_sar.message.recording import Recording
+from pyg_sar.space.distributed_index import storage_of
+
+_EPSILON = 1e-16  # that PyG's softmax adds to the sum
+
+Description = tuple[Any, ...]
+
+
+class AttentionOf(NamedTuple):
+    """An attention, by the numbers of a message's operands.
+
+    Attributes:
+        kind: ``'additive'``, ``'gatv2'`` or ``'dot'`` (:mod:`pyg_sar.kernels.scores`).
+        value: The source rows.
+        key: The keys, source rows as well; -1: the values are the keys.
+        query: The targets' rows; -1: there are none.
+        att: The parameter that the scores are products with, or an empty string.
+        slope: Of the leaky ReLU; 1: none.
+        scale: What inner products are multiplied by.
+        p: Probability of the dropout.
+    """
+
+    kind: str
+    value: int
+    key: int
+    query: int
+    att: str
+    slope: float
+    scale: float
+    p: float
+
+
+def attention_in(
+    recording: Recording,
+    program: TileProgram,
+    values: Sequence[Any],
+    index: Tensor,
+    message: Tensor,
+) -> tuple[AttentionOf, Tensor | None] | None:
+    """Returns the attention that a run of a message was, and its dropout's factors, if there are.
+
+    ``None`` where it was none.
+
+    Args:
+        recording: The run.
+        program: The message.
+        values: The operands' rows that it ran on.
+        index: The edges' targets.
+        message: What it gave.
+    """
+    roles = [(operand.role, operand.axis) for operand in program.operands]
+    trace = _Trace(values, index, program.layer.named_parameters())
+    try:
+        for func, args, kwargs, out in recording.calls:
+            trace.add(func, args, kwargs, out)
+        return _found(trace.of(message), roles), trace.factors
+    except _Unknown:
+        return None
+
+
+def is_by_pyg(
+    found: AttentionOf,
+    factors: Tensor | None,
+    values: Sequence[Any],
+    att: Tensor | None,
+    index: Tensor,
+    message: Tensor,
+) -> bool:
+    """Says if a message, and its gradients, are those of an attention computed by PyG.
+
+    Args:
+        found: The attention.
+        factors: Those of its dropout.
+        values: The operands' rows that the message ran on, with gradients.
+        att: The parameter that the scores are products with.
+        index: The edges' targets.
+        message: What it gave.
+    """
+    given = [v for v in (*values, att) if isinstance(v, Tensor) and v.requires_grad]
+    own = {id(v): v.detach().requires_grad_() for v in given}
+    with torch.enable_grad():
+        rows = [own.get(id(v), v) for v in values]
+        right = _by_pyg(found, factors, rows, own.get(id(att), att), index)
+    pairs = [(message, right)]
+    if given and message.requires_grad:
+        places = torch.arange(message.numel(), dtype=torch.float64).cos()
+        share = places.to(message).view(message.shape)
+        rest = {"allow_unused": True, "materialize_grads": True}
+        pairs += zip(
+            torch.autograd.grad(message, given, share, retain_graph=True, **rest),
+            torch.autograd.grad(right, list(own.values()), share, **rest),
+            strict=True,
+        )
+    return message.requires_grad == right.requires_grad and all(alike(*pair) for pair in pairs)
+
+
+def _by_pyg(
+    found: AttentionOf, factors: Tensor | None, rows: Sequence[Any], att: Any, index: Tensor
+) -> Tensor:
+    value, key, query = rows[found.value], rows[found.key], rows[found.query]
+    if found.kind == "dot":
+        score = (query * key).sum(-1) * found.scale
+    elif found.kind == "gatv2":
+        score = (leaky_relu(value + query, found.slope) * att).sum(-1)
+    else:
+        score = leaky_relu(key + query, found.slope)
+    weights = softmax(score, index)
+    weights = weights if factors is None else weights * factors
+    return value * (weights if value.dim() == 2 else weights.unsqueeze(-1))
+
+
+class _Unknown(Exception):
+    """Something that no attention does."""
+
+
+class _Trace:
+    """Descriptions of tensors, by their places in memory."""
+
+    def __init__(
+        self, values: Sequence[Any], index: Tensor, tables: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        self.factors: Tensor | None = None
+        known: list[tuple[Tensor, Description]] = [(t, ("table", name)) for name, t in tables]
+        rows = [(k, v) for k, v in enumerate(values) if isinstance(v, Tensor)]
+        known += [(row, ("operand", k, row.dim())) for k, row in rows]
+        self._learnt = {found[:2] for t, found in known if t.requires_grad}
+        self._known = {_place(index): ("index",), **{_place(t): found for t, found in known}}
+
+    def of(self, tensor: Any, constant: bool = False) -> Description:
+        """Returns the description of a tensor; ``constant``: it may be one to autograd."""
+        if not isinstance(tensor, Tensor) or _place(tensor) not in self._known:
+            raise _Unknown
+        found = self._known[_place(tensor)]
+        if tensor._backward_hooks or (tensor.requires_grad != self._learns(found) and not constant):
+            raise _Unknown
+        return found
+
+    def _learns(self, found: Description) -> bool:
+        """Says if what is described has a gradient."""
+        if found[0] in ("operand", "table"):
+            return found[:2] in self._learnt
+        parts = (part for part in found[1:] if isinstance(part, tuple))
+        return found[0] != "maximum" and any(map(self._learns, parts))
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Describes the result of an operator."""
+        name = func._schema.name.rpartition("::")[2]
+        rule = _RULES.get(name)
+        if rule is None:
+            raise _Unknown
+        if name.endswith("_"):  # It writes into what it returns.
+            written = storage_of(out)
+            if any(d[0] in ("operand", "table", "index") for d in self._stored(written)):
+                raise _Unknown
+        found = rule(self, out, *args, **kwargs)
+        if name.endswith("_"):
+            self._known = {at: d for at, d in self._known.items() if at[0] != written}
+        if isinstance(out, Tensor):
+            self._known[_place(out)] = found
+
+    def _stored(self, storage: int) -> list[Description]:
+        return [d for at, d in self._known.items() if at[0] == storage]
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    shape = tuple(tensor.shape)
+    # The stride of an axis of one number may be any.
+    steps = tuple(s for s, n in zip(tensor.stride(), shape, strict=True) if n != 1)
+    return storage_of(tensor), tensor.storage_offset(), shape, steps, tensor.dtype
+
+
+# What operators make ##########################################################
+
+
+def _view(trace: _Trace, out: Tensor, source: Tensor, *_: Any, **__: Any) -> Description:
+    of = trace.of(source, constant=True)
+    if of == ("index",):
+        if out.stride(0) != 1 or any(n != 1 and s for n, s in _others(out)):
+            raise _Unknown
+        return of
+    if out.shape == source.shape and out.stride() == source.stride():
+        return of
+    if out.shape == (*source.shape, 1):
+        return "column", of
+    raise _Unknown
+
+
+def _others(tensor: Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+
+
+def _add(trace: _Trace, out: Tensor, one: Tensor, other: Any, alpha: float = 1) -> Description:
+    if alpha != 1:
+        raise _Unknown
+    if not isinstance(other, Tensor):
+        if other != _EPSILON or trace.of(one)[0] != "total":
+            raise _Unknown
+        return trace.of(one)
+    if one.shape != other.shape:
+        raise _Unknown
+    return "add", trace.of(one), trace.of(other)
+
+
+def _mul(trace: _Trace, out: Tensor, one: Tensor, other: Any) -> Description:
+    if not isinstance(other, Tensor):
+        return "scaled", trace.of(one), float(other)
+    pairs = (one, trace.of(one)), (other, trace.of(other))
+    for (a, of_a), (b, of_b) in (pairs, pairs[::-1]):
+        if of_b[0] == "factors" and a.shape == b.shape:
+            return "dropped", of_a, of_b[1]
+        if of_b[0] == "table":
+            fits = a.dim() == 3 and b.shape[-2:] == a.shape[1:] and b.numel() == a[0].numel()
+            return "mul", of_a, of_b if fits else _refuse()
+        if of_b[0] in ("column", "softmax", "dropped") and of_a[0] == "operand":
+            weights = of_b[1] if of_b[0] == "column" else of_b
+            fits = b.shape == (*a.shape[:-1], 1) and (a.dim() == 3) == (of_b[0] == "column")
+            return "weighted", of_a, weights if fits else _refuse()
+    if one.shape != other.shape:
+        raise _Unknown
+    return "mul", pairs[0][1], pairs[1][1]
+
+
+def _refuse() -> Any:
+    raise _Unknown
+
+
+def _div(trace: _Trace, out: Tensor, one: Tensor, other: Any) -> Description:
+    if not isinstance(other, Tensor):
+        if trace.of(one)[0] == "kept":
+            return _mask(trace, out, one, other)
+        return "scaled", trace.of(one), 1 / float(other)
+    weight, total = trace.of(one), trace.of(other)
+    if weight[0] != "exp" or total != ("at", ("total", weight)):
+        raise _Unknown
+    return "softmax", weight[1]
+
+
+def _mask(trace: _Trace, out: Tensor, kept: Tensor, share: float) -> Description:
+    if trace.of(kept) != ("kept", share) or trace.factors is not None:
+        raise _Unknown
+    trace.factors = out
+    return "factors", 1 - share
+
+
+def _keep(trace: _Trace, out: Tensor, empty: Tensor, share: float = 0.5) -> Description:
+    if trace.of(empty) != ("empty",):
+        raise _Unknown
+    return "kept", share
+
+
+def _sum(
+    trace: _Trace, out: Tensor, x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any
+) -> Description:
+    if keepdim or x.dim() != 3 or list(dims or ()) not in ([-1], [2]) or out.dtype != x.dtype:
+        raise _Unknown
+    return "sum", trace.of(x)
+
+
+def _leaky_relu(trace: _Trace, out: Tensor, x: Tensor, slope: float = 0.01) -> Description:
+    return "leaky_relu", trace.of(x), float(slope)
+
+
+def _maximum(
+    trace: _Trace, out: Tensor, into: Tensor, dim: int, index: Tensor, x: Tensor, reduce: str,
+    include_self: bool = True,
+) -> Description:  # fmt: skip
+    right = trace.of(into) == ("zeros",) and dim == 0 and trace.of(index) == ("index",)
+    if not right or reduce != "amax" or include_self:
+        raise _Unknown
+    return "maximum", trace.of(x, constant=True)
+
+
+def _total(
+    trace: _Trace, out: Tensor, into: Tensor, dim: int, index: Tensor, x: Tensor
+) -> Description:
+    zeros = trace.of(into, constant=True) == ("zeros",)  # It has a gradient by now.
+    if not zeros or dim != 0 or trace.of(index) != ("index",):
+        raise _Unknown
+    return "total", trace.of(x)
+
+
+def _at(trace: _Trace, out: Tensor, source: Tensor, dim: int, index: Tensor) -> Description:
+    if dim != 0 or trace.of(index) != ("index",) or index.dim() != 1:
+        raise _Unknown
+    return "at", trace.of(source)
+
+
+def _sub(trace: _Trace, out: Tensor, one: Tensor, other: Any, alpha: float = 1) -> Description:
+    score = trace.of(one)
+    if alpha != 1 or trace.of(other) != ("at", ("maximum", score)):
+        raise _Unknown
+    return "shifted", score
+
+
+def _number(trace: _Trace, out: Any, index: Tensor, *_: Any) -> Description:
+    """How many targets there are, which softmax() asks for where nobody tells."""
+    if trace.of(index) not in (("index",), ("number",)):
+        raise _Unknown
+    return ("number",)
+
+
+def _exp(trace: _Trace, out: Tensor, x: Tensor) -> Description:
+    if trace.of(x)[0] != "shifted":
+        raise _Unknown
+    return "exp", trace.of(x)[1]
+
+
+_RULES: Mapping[str, Callable[..., Description]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "expand", "unsqueeze", "alias", "detach"), _view),
+    "_reshape_alias": _view,
+    "new_zeros": lambda trace, out, *_, **__: ("zeros",),
+    "empty_like": lambda trace, out, *_, **__: ("empty",),
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "div_": _div,
+    "exp": _exp,
+    "sum": _sum,
+    "max": _number,
+    "_local_scalar_dense": _number,
+    "leaky_relu": _leaky_relu,
+    "bernoulli_": _keep,
+    "index_select": _at,
+    "scatter_reduce_": _maximum,
+    "scatter_reduce": _maximum,
+    "scatter_add_": _total,
+    "scatter_add": _total,
+}
+
+
+# What attentions are ##########################################################
+
+
+def _found(message: Description, roles: Sequence[tuple[str, int]]) -> AttentionOf:
+    """Returns the attention that a description of messages is."""
+    what, (value, weights) = message[0], message[1:]
+    p = 0.0
+    if what != "weighted":
+        raise _Unknown
+    if weights[0] == "dropped":
+        weights, p = weights[1:]
+    if weights[0] != "softmax":
+        raise _Unknown
+    kind, key, query, att, slope, scale = _score(weights[1], roles)
+    source = _operand(value, "source", value[2], roles)
+    wide = value[2]
+    narrow = kind == "additive"
+    if (wide != 3 and not narrow) or (kind == "gatv2" and key != source):
+        raise _Unknown
+    key = -1 if kind == "gatv2" else key
+    return AttentionOf(kind, source, key, query, att, slope, scale, p)
+
+
+def _operand(one: Description, role: str, dims: int, roles: Sequence[tuple[str, int]]) -> int:
+    """Returns the number of an operand with a row for each edge's source, or target."""
+    if one[0] != "operand" or one[2] != dims or roles[one[1]] != (role, 0):
+        raise _Unknown
+    return int(one[1])
+
+
+def _pair(one: Description, dims: int, roles: Sequence[tuple[str, int]]) -> tuple[int, int]:
+    """Returns the operands of source rows and of target rows."""
+    a, b = one[1:]
+    if a[0] == "operand" and roles[a[1]][0] == "target":
+        a, b = b, a
+    return _operand(a, "source", dims, roles), _operand(b, "target", dims, roles)
+
+
+def _score(
+    score: Description, roles: Sequence[tuple[str, int]]
+) -> tuple[str, int, int, str, float, float]:
+    """Returns kind, key, query, parameter, slope and scale."""
+    slope = scale = 1.0
+    if score[0] == "scaled":
+        score, scale = score[1:]
+    if score[0] == "sum" and score[1][0] == "mul":
+        product = score[1]
+        if product[2][0] == "table" and scale == 1:
+            inner = product[1]
+            if inner[0] != "leaky_relu" or inner[1][0] != "add":
+                raise _Unknown
+            return "gatv2", *_pair(inner[1], 3, roles), product[2][1], inner[2], 1.0
+        return "dot", *_pair(product, 3, roles), "", 1.0, scale
+    if score[0] == "leaky_relu":
+        score, slope = score[1:]
+    if score[0] != "add" or scale != 1:
+        raise _Unknown
+    return "additive", *_pair(score, 2, roles), "", slope, 1.0

@@ -1,0 +1,327 @@
+"""Messages of one's own that are softmax attention, or nearly: by kernels where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import CHANNELS, parts, whole, workers
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
+
+import pyg_sar
+from pyg_sar.nn import message_passing
+
+HEADS, WIDTH = 3, 4
+
+
+class Base(MessagePassing):
+    """Of which no layer is made: PyG has layers share the methods that it writes for their base."""
+
+    p, sums = 0.0, "add"
+
+    def __init__(self) -> None:
+        super().__init__(node_dim=0, aggr=self.sums)
+        self.lin = nn.Linear(CHANNELS, HEADS * WIDTH)
+        self.a = nn.Parameter(torch.randn(1, HEADS, WIDTH))
+        self.b = nn.Parameter(torch.randn(1, HEADS, WIDTH))
+        self._alpha: Any = None
+
+
+class Own(Base):
+    """A copy of GATConv as it is in many projects."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(x).view(-1, HEADS, WIDTH)
+        alpha = ((x * self.a).sum(-1), (x * self.b).sum(-1))
+        return self.propagate(edge_index, x=x, alpha=alpha)
+
+    def message(self, x_j: Tensor, alpha_j: Tensor, alpha_i: Tensor, index: Tensor) -> Tensor:
+        self._alpha = alpha = softmax(self.score(alpha_j, alpha_i), index)
+        alpha = F.dropout(alpha, self.p, self.training)
+        return self.weighted(x_j, alpha)
+
+    def score(self, alpha_j: Tensor, alpha_i: Tensor) -> Tensor:
+        return F.leaky_relu(alpha_j + alpha_i, 0.2)
+
+    def weighted(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        return x_j * alpha.unsqueeze(-1)
+
+
+class Viewed(Own):
+    def score(self, alpha_j: Tensor, alpha_i: Tensor) -> Tensor:
+        return alpha_i + alpha_j
+
+    def weighted(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        return alpha.view(-1, HEADS, 1) * x_j
+
+
+class Dropped(Own):
+    p = 0.4
+
+
+class OneHead(Own):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(x)
+        alpha = (x @ self.a.view(-1, 1), x @ self.b.view(-1, 1))
+        return self.propagate(edge_index, x=(x, x), alpha=alpha)
+
+    def weighted(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        return x_j * alpha
+
+
+class Second(Base):
+    """GATv2Conv."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(x).view(-1, HEADS, WIDTH)
+        return self.propagate(edge_index, x=(x, x * self.b))
+
+    def message(self, x_j: Tensor, x_i: Tensor, index: Tensor) -> Tensor:
+        score = (F.leaky_relu(x_i + x_j, 0.1) * self.a).sum(dim=-1)
+        return x_j * softmax(score, index).unsqueeze(-1)
+
+
+class Inner(Base):
+    """TransformerConv."""
+
+    scale = WIDTH**0.5
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(x).view(-1, HEADS, WIDTH)
+        return self.propagate(edge_index, q=x * self.a, k=x * self.b, v=x)
+
+    def message(
+        self, q_i: Tensor, k_j: Tensor, v_j: Tensor, index: Tensor, ptr: Any, size_i: int
+    ) -> Tensor:
+        alpha = (q_i * k_j).sum(dim=-1) / self.scale
+        alpha = F.dropout(softmax(alpha, index, ptr, size_i), self.p, self.training)
+        return v_j * alpha.view(-1, HEADS, 1)
+
+
+class DroppedInner(Inner):
+    p = 0.3
+
+
+KNOWN = (Own, Viewed, Dropped, OneHead, Second, Inner, DroppedInner)
+
+
+# What is no attention that the kernels know ###################################
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, 0.2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def scored(score: Callable[[Tensor, Tensor], Tensor]) -> type[Base]:
+    return type("Scored", (Own,), {"score": lambda self, j, i: score(j, i)})
+
+
+def weighted(weigh: Callable[[Tensor, Tensor], Tensor]) -> type[Base]:
+    return type("Weighted", (Own,), {"weighted": lambda self, x, a: weigh(x, a)})
+
+
+def hooked(x: Tensor) -> Tensor:
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+class Turned(Own):
+    """Normalised over the edges that leave a node."""
+
+    def message(
+        self, x_j: Tensor, alpha_j: Tensor, alpha_i: Tensor, edge_index_j: Tensor
+    ) -> Tensor:
+        return Own.message(self, x_j, alpha_j, alpha_i, edge_index_j)
+
+
+class Swapped(Own):
+    """The targets' rows."""
+
+    def message(self, x_i: Tensor, alpha_j: Tensor, alpha_i: Tensor, index: Tensor) -> Tensor:
+        return Own.message(self, x_i, alpha_j, alpha_i, index)
+
+
+class Mean(Own):
+    sums = "mean"
+
+
+class OtherRows(Second):
+    """The values are no keys."""
+
+    def message(self, x_j: Tensor, x_i: Tensor, index: Tensor) -> Tensor:
+        score = (F.leaky_relu(x_i + x_j, 0.1) * self.a).sum(dim=-1)
+        return x_i * softmax(score, index).unsqueeze(-1)
+
+
+UNKNOWN: dict[str, type[Base]] = {
+    "elu": scored(lambda j, i: F.elu(j + i)),
+    "a difference": scored(lambda j, i: F.leaky_relu(j - i)),
+    "twice": scored(lambda j, i: F.leaky_relu(j + j + i)),
+    "keys alone": scored(lambda j, i: F.leaky_relu(j + j)),
+    "queries alone": scored(lambda j, i: F.leaky_relu(i + i)),
+    "a temperature": scored(lambda j, i: F.leaky_relu(j + i) / 2),
+    "detached": scored(lambda j, i: F.leaky_relu(j + i).detach()),
+    "detached keys": scored(lambda j, i: F.leaky_relu(j.detach() + i)),
+    "a gradient of its own": scored(lambda j, i: Double.apply(j + i)),
+    "a hook": scored(lambda j, i: F.leaky_relu(hooked(j + i))),
+    "written": scored(lambda j, i: F.leaky_relu(j.clone().mul_(2) + i)),
+    "a power": weighted(lambda x, a: x * a.unsqueeze(-1) ** 2),
+    "weights of constants": weighted(lambda x, a: x * a.detach().unsqueeze(-1)),
+    "constant rows": weighted(lambda x, a: x.detach() * a.unsqueeze(-1)),
+    "a hook of weights": weighted(lambda x, a: x * hooked(a).unsqueeze(-1)),
+    "a hook of messages": weighted(lambda x, a: hooked(x * a.unsqueeze(-1))),
+    "one more": weighted(lambda x, a: x * a.unsqueeze(-1) + 1),
+    "dropped rows": weighted(lambda x, a: F.dropout(x, 0.5) * a.unsqueeze(-1)),
+    "heads turned": weighted(lambda x, a: x * a.flip(1).unsqueeze(-1)),
+    "leaving": Turned,
+    "rows of targets": Swapped,
+    "a mean": Mean,
+    "other rows": OtherRows,
+}
+
+
+# Compared with one process ####################################################
+
+
+def computed(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:
+    """Outputs and gradients of two passes in training, and an output in evaluation."""
+    torch.manual_seed(0)
+    layer, x = prepared(kind().double()), data.x.clone().requires_grad_()
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        out = layer(x, data.edge_index)
+        out.sin().square().sum().backward()
+        found.append(out)
+    found.append(x.grad)
+    found += [torch.zeros_like(p) if p.grad is None else p.grad for p in layer.parameters()]
+    with torch.no_grad():
+        found.append(layer.eval()(x, data.edge_index))
+    return [whole(t.detach()) for t in found]
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[str, bool]]]:
+    """Yields the classes of layers whose attention a kernel computes, and if gradients follow."""
+    plain, calls = message_passing.attention_kernel, list[tuple[str, bool]]()
+
+    def kernel(*args: Any) -> Any:
+        calls.append((args[-1].split()[0], torch.is_grad_enabled()))
+        return plain(*args)
+
+    message_passing.attention_kernel = kernel  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        message_passing.attention_kernel = plain
+
+
+def here(kinds: Sequence[type[Base]], root: Path, policy: Any) -> list[list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    return [computed(kind, data, lambda layer: pyg_sar.distribute(layer, policy)) for kind in kinds]
+
+
+def counted_here(*args: Any) -> Any:
+    with counted() as calls:
+        return here(*args), calls
+
+
+def compare(kinds: Sequence[type[Base]], graph: Data, found: list[list[Tensor]]) -> None:
+    for kind, values in zip(kinds, found, strict=True):
+        right = computed(kind, graph, lambda layer: layer)
+        torch.testing.assert_close(values, right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_attention_by_kernels(kernels: None, mode: int, root: Path, graph: Data) -> None:
+    with counted() as calls:
+        for found in parts(here, 3, KNOWN, root, pyg_sar.SARPolicy(mode=mode)):
+            compare(KNOWN, graph, found)
+    for kind in KNOWN:
+        assert [calls.count((kind.__name__, grad)) for grad in (True, False)] == [6, 3], kind
+
+
+def test_on_workers(kernels: None, root: Path, graph: Data) -> None:
+    for found, calls in workers(counted_here, 3, KNOWN, root, pyg_sar.SARPolicy()):
+        compare(KNOWN, graph, found)
+        assert len(calls) == 3 * len(KNOWN)
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_no_attention(name: str, root: Path, graph: Data) -> None:
+    with counted() as calls:
+        for found in parts(here, 3, [UNKNOWN[name]], root, pyg_sar.SARPolicy()):
+            compare([UNKNOWN[name]], graph, found)
+    assert all(not grad for _, grad in calls), "in evaluation detach() and hooks change nothing"
+
+
+def test_without_kernels(root: Path, graph: Data) -> None:
+    with counted() as calls:
+        for found in parts(here, 3, [Own], root, pyg_sar.SARPolicy(kernels="off")):
+            compare([Own], graph, found)
+    assert not calls
+
+
+# A message that changes #######################################################
+
+SLOPE = [0.2]
+
+
+class Global(Own):
+    """Its slope is no attribute."""
+
+    def score(self, alpha_j: Tensor, alpha_i: Tensor) -> Tensor:
+        return F.leaky_relu(alpha_j + alpha_i, SLOPE[0])
+
+
+class Attribute(Own):
+    slope = 0.2
+
+    def score(self, alpha_j: Tensor, alpha_i: Tensor) -> Tensor:
+        return F.leaky_relu(alpha_j + alpha_i, self.slope)
+
+
+def changing(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer, found = prepared(kind().double()), []
+    for slope in (0.2, 0.7, 0.2):
+        if kind is Attribute:
+            layer.slope = slope
+        else:
+            SLOPE[0] = slope
+        found.append(whole(layer(data.x, data.edge_index).detach()))
+    SLOPE[0] = 0.2
+    return found
+
+
+def changing_here(kind: type[Base], root: Path) -> list[Tensor]:
+    return changing(kind, pyg_sar.load_partition(root), pyg_sar.distribute)
+
+
+def test_an_attribute_that_changes(root: Path, graph: Data) -> None:
+    right = changing(Attribute, graph, lambda layer: layer)
+    for found in parts(changing_here, 3, Attribute, root):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+
+
+def test_a_global_that_changes_is_an_error(kernels: None, root: Path) -> None:
+    with pytest.raises(
+        Exception, match="the message of Global at rank . was .* when it was analysed"
+    ):
+        workers(changing_here, 3, Global, root)
