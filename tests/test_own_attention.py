@@ -25,10 +25,10 @@ HEADS, WIDTH = 3, 4
 class Base(MessagePassing):
     """Of which no layer is made: PyG has layers share the methods that it writes for their base."""
 
-    p, sums = 0.0, "add"
+    p, sums, way = 0.0, "add", "source_to_target"
 
     def __init__(self) -> None:
-        super().__init__(node_dim=0, aggr=self.sums)
+        super().__init__(node_dim=0, aggr=self.sums, flow=self.way)
         self.lin = nn.Linear(CHANNELS, HEADS * WIDTH)
         self.a = nn.Parameter(torch.randn(1, HEADS, WIDTH))
         self.b = nn.Parameter(torch.randn(1, HEADS, WIDTH))
@@ -65,6 +65,10 @@ class Viewed(Own):
 
 class Dropped(Own):
     p = 0.4
+
+
+class Backwards(Own):
+    way = "target_to_source"
 
 
 class OneHead(Own):
@@ -110,7 +114,7 @@ class DroppedInner(Inner):
     p = 0.3
 
 
-KNOWN = (Own, Viewed, Dropped, OneHead, Second, Inner, DroppedInner)
+KNOWN = (Own, Viewed, Dropped, Backwards, OneHead, Second, Inner, DroppedInner)
 
 
 # What is no attention that the kernels know ###################################
@@ -260,6 +264,33 @@ def test_on_workers(kernels: None, root: Path, graph: Data) -> None:
     for found, calls in workers(counted_here, 3, KNOWN, root, pyg_sar.SARPolicy()):
         compare(KNOWN, graph, found)
         assert len(calls) == 3 * len(KNOWN)
+
+
+def test_one_process(kernels: None, graph: Data) -> None:
+    with counted() as calls:
+        compare(KNOWN, graph, [computed(kind, graph, pyg_sar.distribute) for kind in KNOWN])
+    assert calls
+
+
+def penalized(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:
+    """Gradients of the norm of a gradient."""
+    torch.manual_seed(0)
+    layer, x = prepared(kind().double()), data.x.clone().requires_grad_()
+    out = layer(x, data.edge_index).sin()
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [whole(t.detach()) for t in (x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def penalized_here(root: Path) -> list[list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    return [penalized(kind, data, pyg_sar.distribute) for kind in (Own, Second, Inner)]
+
+
+def test_second_derivatives(root: Path, graph: Data) -> None:
+    right = [penalized(kind, graph, lambda layer: layer) for kind in (Own, Second, Inner)]
+    for found in parts(penalized_here, 3, root):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
