@@ -416,7 +416,9 @@ class DistMessagePassing(MessagePassing):
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor:
         out: Any = None
-        own = own_attention(self, edge_index, kwargs, choice)
+        own: Attention | None = None
+        if choice.needs is not None and choice.needs.attention is not None:
+            own = own_attention(self, edge_index, kwargs, choice)
         with self._drawing(edge_index, kwargs) as draws:
             found = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if found is None:

@@ -1,15 +1,13 @@
 """Tensors of the whole graph, of which each worker holds its rows."""
 
 from pyg_sar.tensors import attention as attention
-from pyg_sar.tensors import batches as batches
 from pyg_sar.tensors import functions as functions
 from pyg_sar.tensors import indexing as indexing
 from pyg_sar.tensors import items as items
+from pyg_sar.tensors import modules as modules
 from pyg_sar.tensors import neighbors as neighbors
-from pyg_sar.tensors import norms as norms
 from pyg_sar.tensors import pointwise as pointwise
 from pyg_sar.tensors import products as products
-from pyg_sar.tensors import recurrent as recurrent
 from pyg_sar.tensors import reductions as reductions
 from pyg_sar.tensors import sparse as sparse
 from pyg_sar.tensors import views as views

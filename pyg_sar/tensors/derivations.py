@@ -23,7 +23,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.tensors.rows import bytes_of
 
 _MOST = 1024  # derivations that are remembered
-_KINDS = (torch.int64, torch.bool, torch.int32, torch.int16, torch.int8, torch.uint8)
+KINDS = (torch.int64, torch.bool, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _Unknown(Exception):
@@ -71,7 +71,7 @@ def derivations_of(comm: Communicator) -> Derivations:
 def _with_ids(out: Any) -> Iterator[tuple[int, Any]]:
     """Yields results that are node tensors of integers or bools, and their places."""
     for place, one in enumerate(out if isinstance(out, list | tuple) else [out]):
-        ids = hasattr(one, "_derivation") and one._local.dtype in _KINDS
+        ids = hasattr(one, "_derivation") and one._local.dtype in KINDS
         if ids and one.derivation is not None:
             yield place, one
 
@@ -99,7 +99,7 @@ def _described(value: Any) -> Any:
 
 def _described_tensor(tensor: Any) -> Any:
     if hasattr(tensor, "_derivation"):
-        if tensor._local.dtype not in _KINDS or tensor.derivation is None:
+        if tensor._local.dtype not in KINDS or tensor.derivation is None:
             raise _Unknown
         return "derivation", tensor.derivation
     if type(tensor) is not Tensor or tensor.is_cuda or tensor.layout != torch.strided:

@@ -54,7 +54,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, pass_back, row_copy, shares_memory
-from pyg_sar.tensors.derivations import derivations_of
+from pyg_sar.tensors.derivations import KINDS, derivations_of
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
@@ -278,13 +278,15 @@ class NodeTensor(Tensor):
                     args[0].origin.put()
                 if not func._schema.is_mutable:
                     out = _as_in_one_process(func, args, kwargs, given, out)
-                    derivations_of(comm).note(func, args, kwargs, out)
+                    if not isinstance(out, Tensor) or out.dtype in KINDS:
+                        derivations_of(comm).note(func, args, kwargs, out)
                 return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if outside else nullcontext():
                 out = _viewed(func, args, kwargs, given, found)
-                derivations_of(comm).note(func, args, kwargs, out)
+                if not isinstance(out, Tensor) or out.dtype in KINDS:
+                    derivations_of(comm).note(func, args, kwargs, out)
                 return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
