@@ -663,7 +663,7 @@ class Rows:
             checked, least = self._checked_together(ids.long())
             return Fetch(*self.homes(checked), self.count, self.comm), least
 
-        if tensor.is_inference():
+        if tensor.derivation is None:
             plan, least = make()  # Nobody counts writes into it.
         else:
             plan, least = self.keep(("fetch", *known_by(tensor), number), None, make)
