@@ -114,7 +114,58 @@ class DroppedInner(Inner):
     p = 0.3
 
 
-KNOWN = (Own, Viewed, Dropped, Backwards, OneHead, Second, Inner, DroppedInner)
+class Joined(Base):
+    """GATConv of PyG 1: rows are cut into heads, and joined, in the message."""
+
+    p = 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.att = nn.Parameter(torch.randn(1, HEADS, 2 * WIDTH))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, size_i: int) -> Tensor:
+        x_i, x_j = (x.view(-1, HEADS, WIDTH) for x in (x_i, x_j))
+        alpha = F.leaky_relu((self.joined(x_i, x_j) * self.att).sum(dim=-1), 0.2)
+        alpha = F.dropout(softmax(alpha, index, num_nodes=size_i), self.p, self.training)
+        return x_j * alpha.view(-1, HEADS, 1)
+
+    def joined(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return torch.cat([x_i, x_j], dim=-1)
+
+
+class JoinedOther(Joined):
+    def joined(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return torch.cat([x_j, x_i], dim=-1)
+
+
+class CutInner(Inner):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x, a, b = self.lin(x), self.a.flatten(), self.b.flatten()
+        return self.propagate(edge_index, q=x * a, k=x * b, v=x)
+
+    def message(
+        self, q_i: Tensor, k_j: Tensor, v_j: Tensor, index: Tensor, ptr: Any, size_i: int
+    ) -> Tensor:
+        rows = (x.view(-1, HEADS, WIDTH) for x in (q_i, k_j, v_j))
+        return Inner.message(self, *rows, index, ptr, size_i)
+
+
+KNOWN = (
+    Joined,
+    JoinedOther,
+    CutInner,
+    Own,
+    Viewed,
+    Dropped,
+    Backwards,
+    OneHead,
+    Second,
+    Inner,
+    DroppedInner,
+)
 
 
 # What is no attention that the kernels know ###################################
@@ -160,6 +211,22 @@ class Swapped(Own):
         return Own.message(self, x_i, alpha_j, alpha_i, index)
 
 
+class CutOtherwise(Joined):
+    """The values have other heads than the scores."""
+
+    def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, size_i: int) -> Tensor:
+        rows, (x_i, x_j) = x_j, (x.view(-1, HEADS, WIDTH) for x in (x_i, x_j))
+        alpha = F.leaky_relu((self.joined(x_i, x_j) * self.att).sum(dim=-1), 0.2)
+        alpha = softmax(alpha, index, num_nodes=size_i)
+        rows = rows.view(-1, WIDTH, HEADS).transpose(1, 2)
+        return rows * alpha.view(-1, HEADS, 1)
+
+
+class KeysAlone(Joined):
+    def joined(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return torch.cat([x_j, x_j], dim=-1)
+
+
 class Mean(Own):
     sums = "mean"
 
@@ -196,6 +263,8 @@ UNKNOWN: dict[str, type[Base]] = {
     "rows of targets": Swapped,
     "a mean": Mean,
     "other rows": OtherRows,
+    "cut otherwise": CutOtherwise,
+    "keys joined to keys": KeysAlone,
 }
 
 

@@ -234,17 +234,17 @@ def own_attention(
     groups = decomposition_of(layer, False).groups
     program = TileProgram(layer, edge_index, kwargs, choice.edge_level, groups, sizes=choice.sizes)
     _check_attention(program, edge_index, found)
-    rows = [operand.tensor for operand in program.operands]
-    value, query = rows[found.value], rows[found.query]
-    att = None
+    parameter = None
     if found.att:
         path, _, name = found.att.rpartition(".")
         parameter = layer.get_submodule(path)._parameters[name]
-        att = parameter.view(parameter.shape[-2:])
+        parameter = parameter.view(parameter.shape[-2:])
+    rows = [operand.tensor for operand in program.operands]
+    value, key, query, att = found.terms(rows, parameter)
     attention = Attention(
-        kind=found.kind,
+        kind="additive" if found.kind.startswith("joined") else found.kind,
         value=value.unsqueeze(1) if value.dim() == 2 else value,
-        key=None if found.key < 0 else rows[found.key],
+        key=key,
         query=query,
         att=att,
         slope=found.slope,

@@ -33,7 +33,9 @@ class AttentionOf(NamedTuple):
     """An attention, by the numbers of a message's operands.
 
     Attributes:
-        kind: ``'additive'``, ``'gatv2'`` or ``'dot'`` (:mod:`pyg_sar.kernels.scores`).
+        kind: ``'additive'``, ``'gatv2'`` or ``'dot'`` (:mod:`pyg_sar.kernels.scores`);
+            ``'joined'``: additive, of keys and queries that are joined and multiplied by ``att``;
+            ``'joined queries'``: the queries come first.
         value: The source rows.
         key: The keys, source rows as well; -1: the values are the keys.
         query: The targets' rows; -1: there are none.
@@ -41,6 +43,7 @@ class AttentionOf(NamedTuple):
         slope: Of the leaky ReLU; 1: none.
         scale: What inner products are multiplied by.
         p: Probability of the dropout.
+        heads: Into which rows ``[N, H * C]`` are cut; 0: they have them already, or none.
     """
 
     kind: str
@@ -51,6 +54,24 @@ class AttentionOf(NamedTuple):
     slope: float
     scale: float
     p: float
+    heads: int
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Returns rows with an axis of heads."""
+        return rows.unflatten(1, (self.heads, -1)) if self.heads and rows.dim() == 2 else rows
+
+    def terms(self, rows: Sequence[Any], att: Any) -> tuple[Tensor, Tensor | None, Tensor, Any]:
+        """Returns values, keys, queries and ``att`` of the score that the kernels know."""
+        value, query = self.cut(rows[self.value]), rows[self.query]
+        key = None if self.key < 0 else rows[self.key]
+        if self.kind in ("gatv2", "dot"):
+            key, query = None if key is None else self.cut(key), self.cut(query)
+        elif self.kind != "additive" and key is not None:
+            first, second = att.chunk(2, -1)
+            of_key, of_query = (first, second) if self.kind == "joined" else (second, first)
+            key, query = ((self.cut(t) * a).sum(-1) for t, a in ((key, of_key), (query, of_query)))
+            att = None
+        return value, key, query, att
 
 
 def attention_in(
@@ -120,11 +141,11 @@ def is_by_pyg(
 def _by_pyg(
     found: AttentionOf, factors: Tensor | None, rows: Sequence[Any], att: Any, index: Tensor
 ) -> Tensor:
-    value, key, query = rows[found.value], rows[found.key], rows[found.query]
-    if found.kind == "dot":
-        score = (query * key).sum(-1) * found.scale
-    elif found.kind == "gatv2":
+    value, key, query, att = found.terms(rows, att)
+    if key is None:
         score = (leaky_relu(value + query, found.slope) * att).sum(-1)
+    elif found.kind == "dot":
+        score = (query * key).sum(-1) * found.scale
     else:
         score = leaky_relu(key + query, found.slope)
     weights = softmax(score, index)
@@ -205,6 +226,8 @@ def _view(trace: _Trace, out: Tensor, source: Tensor, *_: Any, **__: Any) -> Des
         return of
     if out.shape == (*source.shape, 1):
         return "column", of
+    if of[0] == "operand" and source.dim() == 2 and out.dim() == 3 and len(out) == len(source):
+        return "operand", of[1], 3, out.size(1)
     raise _Unknown
 
 
@@ -279,6 +302,12 @@ def _sum(
     return "sum", trace.of(x)
 
 
+def _cat(trace: _Trace, out: Tensor, rows: Sequence[Tensor], dim: int = 0) -> Description:
+    if len(rows) != 2 or out.dim() != 3 or dim not in (-1, 2):
+        raise _Unknown
+    return "cat", *map(trace.of, rows)
+
+
 def _leaky_relu(trace: _Trace, out: Tensor, x: Tensor, slope: float = 0.01) -> Description:
     return "leaky_relu", trace.of(x), float(slope)
 
@@ -340,6 +369,7 @@ _RULES: Mapping[str, Callable[..., Description]] = {
     "div_": _div,
     "exp": _exp,
     "sum": _sum,
+    "cat": _cat,
     "max": _number,
     "_local_scalar_dense": _number,
     "leaky_relu": _leaky_relu,
@@ -367,12 +397,19 @@ def _found(message: Description, roles: Sequence[tuple[str, int]]) -> AttentionO
         raise _Unknown
     kind, key, query, att, slope, scale = _score(weights[1], roles)
     source = _operand(value, "source", value[2], roles)
-    wide = value[2]
-    narrow = kind == "additive"
-    if (wide != 3 and not narrow) or (kind == "gatv2" and key != source):
+    if (value[2] != 3 and kind != "additive") or (kind == "gatv2" and key != source):
         raise _Unknown
     key = -1 if kind == "gatv2" else key
-    return AttentionOf(kind, source, key, query, att, slope, scale, p)
+    cuts = {part[3] if len(part) > 3 else 0 for part in _operands(message) if part[2] == 3}
+    if len(cuts) > 1:
+        raise _Unknown
+    return AttentionOf(kind, source, key, query, att, slope, scale, p, max(cuts, default=0))
+
+
+def _operands(found: Description) -> list[Description]:
+    if found[0] == "operand":
+        return [found]
+    return [one for part in found if isinstance(part, tuple) for one in _operands(part)]
 
 
 def _operand(one: Description, role: str, dims: int, roles: Sequence[tuple[str, int]]) -> int:
@@ -399,14 +436,24 @@ def _score(
         score, scale = score[1:]
     if score[0] == "sum" and score[1][0] == "mul":
         product = score[1]
-        if product[2][0] == "table" and scale == 1:
+        if product[1][0] == "cat":
+            pass  # Without a leaky ReLU after it.
+        elif product[2][0] == "table" and scale == 1:
             inner = product[1]
             if inner[0] != "leaky_relu" or inner[1][0] != "add":
                 raise _Unknown
             return "gatv2", *_pair(inner[1], 3, roles), product[2][1], inner[2], 1.0
-        return "dot", *_pair(product, 3, roles), "", 1.0, scale
+        else:
+            return "dot", *_pair(product, 3, roles), "", 1.0, scale
     if score[0] == "leaky_relu":
         score, slope = score[1:]
+    if score[0] == "sum" and score[1][0] == "mul" and scale == 1:
+        joined, table = score[1][1:]
+        if joined[0] != "cat" or table[0] != "table":
+            raise _Unknown
+        key, query = _pair(joined, 3, roles)
+        kind = "joined" if joined[1][1] == key else "joined queries"
+        return kind, key, query, table[1], slope, 1.0
     if score[0] != "add" or scale != 1:
         raise _Unknown
     return "additive", *_pair(score, 2, roles), "", slope, 1.0
