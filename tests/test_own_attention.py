@@ -251,6 +251,8 @@ UNKNOWN: dict[str, type[Base]] = {
     "a gradient of its own": scored(lambda j, i: Double.apply(j + i)),
     "a hook": scored(lambda j, i: F.leaky_relu(hooked(j + i))),
     "written": scored(lambda j, i: F.leaky_relu(j.clone().mul_(2) + i)),
+    "rounded": scored(lambda j, i: torch.div(j + i, 0.5, rounding_mode="floor")),
+    "other bits": scored(lambda j, i: F.leaky_relu((j + i).detach().view(torch.int64) / 2.0**62)),
     "a power": weighted(lambda x, a: x * a.unsqueeze(-1) ** 2),
     "weights of constants": weighted(lambda x, a: x * a.detach().unsqueeze(-1)),
     "constant rows": weighted(lambda x, a: x.detach() * a.unsqueeze(-1)),

@@ -196,7 +196,10 @@ class _Trace:
             written = storage_of(out)
             if any(d[0] in ("operand", "table", "index") for d in self._stored(written)):
                 raise _Unknown
-        found = rule(self, out, *args, **kwargs)
+        try:
+            found = rule(self, out, *args, **kwargs)
+        except TypeError:  # Another overload: a division that rounds, say.
+            raise _Unknown from None
         if name.endswith("_"):
             self._known = {at: d for at, d in self._known.items() if at[0] != written}
         if isinstance(out, Tensor):
@@ -218,6 +221,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 def _view(trace: _Trace, out: Tensor, source: Tensor, *_: Any, **__: Any) -> Description:
     of = trace.of(source, constant=True)
+    if out.dtype != source.dtype:
+        raise _Unknown
     if of == ("index",):
         if out.stride(0) != 1 or any(n != 1 and s for n, s in _others(out)):
             raise _Unknown
