@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from oracle import CHANNELS, parts, whole, workers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
@@ -341,6 +342,27 @@ def test_one_process(kernels: None, graph: Data) -> None:
     with counted() as calls:
         compare(KNOWN, graph, [computed(kind, graph, pyg_sar.distribute) for kind in KNOWN])
     assert calls
+
+
+def checkpointed(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:
+    """Layers that run again in the backward pass, from the first pass on."""
+    torch.manual_seed(0)
+    layer, x = prepared(kind().double()), data.x.clone().requires_grad_()
+    for step in range(2):
+        torch.manual_seed(step)
+        checkpoint(layer, x, data.edge_index, use_reentrant=False).sin().sum().backward()
+    return [whole(t.detach()) for t in (x.grad, layer.lin.weight.grad)]
+
+
+def checkpointed_here(root: Path) -> list[list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    return [checkpointed(kind, data, pyg_sar.distribute) for kind in (Own, Dropped, Joined)]
+
+
+def test_checkpoints(root: Path, graph: Data) -> None:
+    right = [checkpointed(kind, graph, lambda layer: layer) for kind in (Own, Dropped, Joined)]
+    for found in parts(checkpointed_here, 3, root):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
 def penalized(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:

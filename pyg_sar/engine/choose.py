@@ -268,7 +268,8 @@ def _check_attention(program: TileProgram, edge_index: DistEdgeIndex, found: Att
         if row is not None:
             row.requires_grad_(operand.tensor.requires_grad)
     fork, kept = torch.random.fork_rng(devices), preserved_attributes(layer, buffers=True)
-    with kept, fork, torch.enable_grad(), Recording() as recording:
+    recording = Recording()
+    with kept, fork, torch.enable_grad(), recording.saving(), recording:
         message, *_ = program.call(values, given)
     now = attention_in(recording, program, values, tile.index, message)
     if now is None or now[0] != found:

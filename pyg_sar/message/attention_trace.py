@@ -122,7 +122,7 @@ def is_by_pyg(
     """
     given = [v for v in (*values, att) if isinstance(v, Tensor) and v.requires_grad]
     own = {id(v): v.detach().requires_grad_() for v in given}
-    with torch.enable_grad():
+    with torch.enable_grad(), Recording().saving():  # Checkpoints count what others save.
         rows = [own.get(id(v), v) for v in values]
         right = _by_pyg(found, factors, rows, own.get(id(att), att), index)
     pairs = [(message, right)]
