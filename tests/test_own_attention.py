@@ -94,6 +94,12 @@ class Second(Base):
         return x_j * softmax(score, index).unsqueeze(-1)
 
 
+class Frozen(Second):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.requires_grad_(False)
+
+
 class Inner(Base):
     """TransformerConv."""
 

@@ -282,8 +282,9 @@ class Observation:
             return None
         found, factors = known
         att = dict(program.layer.named_parameters()).get(found.att)
-        if att is not None:  # A leaf stands for it.
-            att = next(t for t in self._known if storage_of(t) == storage_of(att))
+        if att is not None:  # A leaf stands for it, unless it is frozen.
+            own = storage_of(att)
+            att = next((t for t in self._known if storage_of(t) == own), att)
         right = is_by_pyg(found, factors, values, att, index, message)
         return found if right else None
 
