@@ -18,6 +18,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 import pyg_sar
+from pyg_sar.comm import current
 from pyg_sar.nn import message_passing
 
 HEADS, WIDTH = 3, 4
@@ -421,7 +422,9 @@ class Global(Own):
 
 
 class Attribute(Own):
-    slope = 0.2
+    def __init__(self, slope: float = 0.2) -> None:
+        super().__init__()
+        self.slope = slope
 
     def score(self, alpha_j: Tensor, alpha_i: Tensor) -> Tensor:
         return F.leaky_relu(alpha_j + alpha_i, self.slope)
@@ -455,3 +458,18 @@ def test_a_global_that_changes_is_an_error(kernels: None, root: Path) -> None:
         Exception, match="the message of Global at rank . was .* when it was analysed"
     ):
         workers(changing_here, 3, Global, root)
+
+
+def changed_on_one(root: Path) -> None:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    layer = pyg_sar.distribute(Attribute().double())
+    layer(data.x, data.edge_index)
+    if current().rank == 1:
+        layer.slope = 0.5
+    layer(data.x, data.edge_index).sum().backward()
+
+
+def test_an_attribute_that_changes_on_one_worker(root: Path) -> None:
+    with pytest.raises(Exception, match=r"slope: 0\.5' at rank 1"):
+        workers(changed_on_one, 3, root)

@@ -174,7 +174,8 @@ class Chooser:
         known = choices.get((key, switches))
         if known is None:
             known = choices.get(key)
-            if known is None or not self._still_holds(known):
+            known = None if known is None else self._still_holding(known)
+            if known is None:
                 rows = facts.rows.get((kind, switches))
                 everywhere = self._agree_on_call(str(key), rows is not None)
                 known = choices[key] = self._decide(strategy, reason, rows if everywhere else None)
@@ -183,18 +184,26 @@ class Chooser:
         # Of this graph, which may be another one than the last.
         return replace(known, sizes=self.rows.sizes()) if known.sizes else known
 
-    def _still_holds(self, known: Choice) -> bool:
-        """True where the layer, some of whose attributes changed, needs the same as before."""
+    def _still_holding(self, known: Choice) -> Choice | None:
+        """The choice where the layer, some of whose attributes changed, needs the same as before,
+        but for numbers of an attention.
+        """
         if known.rows is not None:
             self.rows.levels = known.rows.edges, known.rows.nodes
             mine = self.rows.look(*self.rows.levels, "message")
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
-                return False
+                return None
         if known.needs is None:  # One shot.
-            return True
-        look = self._look(known.strategy == "chunked", known.sizes)
-        return look.needs == known.found
+            return known
+        now, found = self._look(known.strategy == "chunked", known.sizes).needs, known.found
+        attention = known.needs.attention
+        if now is None or found is None or attention is None:
+            return known if now == found else None
+        same = replace(now, attention=found.attention) == found
+        if not same or not attention.is_like(now.attention):
+            return None
+        return replace(known, found=now, needs=replace(known.needs, attention=now.attention))
 
     def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
         """The leanest strategy that is right, agreed on by all workers."""

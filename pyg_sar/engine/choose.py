@@ -225,8 +225,6 @@ def own_attention(
     found = None if choice.needs is None else choice.needs.attention
     if found is None or layer.policy.kernels == "off" or layer.policy.strategy == "chunked":
         return None
-    if (layer.message.__module__ or "").startswith("torch_geometric."):
-        return None  # PyG's are known by their class.
     plain = is_plain_module(layer.aggr_module, SumAggregation) and not hooks_of(layer, "message")
     plain &= pristine(layer, "aggregate", of=MessagePassing)
     if not plain or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):

@@ -56,6 +56,12 @@ class AttentionOf(NamedTuple):
     p: float
     heads: int
 
+    def is_like(self, other: AttentionOf | None) -> bool:
+        """Says if another attention differs in numbers alone."""
+        return other is not None and other == self._replace(
+            slope=other.slope, scale=other.scale, p=other.p
+        )
+
     def cut(self, rows: Tensor) -> Tensor:
         """Returns rows with an axis of heads."""
         return rows.unflatten(1, (self.heads, -1)) if self.heads and rows.dim() == 2 else rows
@@ -127,7 +133,7 @@ def is_by_pyg(
         right = _by_pyg(found, factors, rows, own.get(id(att), att), index)
     pairs = [(message, right)]
     if given and message.requires_grad:
-        places = torch.arange(message.numel(), dtype=torch.float64).cos()
+        places = torch.arange(message.numel(), dtype=torch.float64, device=message.device).cos()
         share = places.to(message).view(message.shape)
         rest = {"allow_unused": True, "materialize_grads": True}
         pairs += zip(

@@ -276,6 +276,8 @@ class Observation:
         )
 
     def _attention(self, program: TileProgram) -> AttentionOf | None:
+        if (self._layer.message.__module__ or "").startswith("torch_geometric."):
+            return None  # Those are known by the layer's class.
         index, values, message = self._tile.index, self.values, self._out
         known = attention_in(self._alone, program, values, index, message)
         if known is None:
