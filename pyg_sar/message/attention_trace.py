@@ -204,7 +204,7 @@ class _Trace:
                 raise _Unknown
         try:
             found = rule(self, out, *args, **kwargs)
-        except TypeError:  # Another overload: a division that rounds, say.
+        except (TypeError, ZeroDivisionError):  # Another overload: a division that rounds, say.
             raise _Unknown from None
         if name.endswith("_"):
             self._known = {at: d for at, d in self._known.items() if at[0] != written}
