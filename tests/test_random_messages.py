@@ -43,7 +43,11 @@ from pyg_sar import SARPolicy
 from pyg_sar.errors import OneShotWarning
 from pyg_sar.message.layer_facts import facts_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Random:pyg_sar.errors.OneShotWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Random:pyg_sar.errors.OneShotWarning"),
+    # x.numpy() of a tensor of the graph is a copy that can't be written.
+    pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
+]
 ORDINARY = settings.get_current_profile_name() == "pyg_sar"
 COUNT, FIRST = (200, 0) if ORDINARY else (2000, 10_000)
 BATCH = 50
