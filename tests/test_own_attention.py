@@ -361,15 +361,21 @@ def checkpointed(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> l
     return [whole(t.detach()) for t in (x.grad, layer.lin.weight.grad)]
 
 
-def checkpointed_here(root: Path) -> list[list[Tensor]]:
+def each_here(found: Callable[..., Any], kinds: Sequence[type[Base]], root: Path) -> list[Any]:
     data = pyg_sar.load_partition(root)
-    return [checkpointed(kind, data, pyg_sar.distribute) for kind in (Own, Dropped, Joined)]
+    return [found(kind, data, pyg_sar.distribute) for kind in kinds]
+
+
+def compare_each(
+    found: Callable[..., Any], kinds: Sequence[type[Base]], root: Path, graph: Data
+) -> None:
+    right = [found(kind, graph, lambda layer: layer) for kind in kinds]
+    for values in parts(each_here, 3, found, kinds, root):
+        torch.testing.assert_close(values, right, rtol=1e-10, atol=1e-10)
 
 
 def test_checkpoints(root: Path, graph: Data) -> None:
-    right = [checkpointed(kind, graph, lambda layer: layer) for kind in (Own, Dropped, Joined)]
-    for found in parts(checkpointed_here, 3, root):
-        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+    compare_each(checkpointed, (Own, Dropped, Joined), root, graph)
 
 
 def penalized(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list[Tensor]:
@@ -382,15 +388,8 @@ def penalized(kind: type[Base], data: Any, prepared: Callable[..., Any]) -> list
     return [whole(t.detach()) for t in (x.grad, *(p.grad for p in layer.parameters()))]
 
 
-def penalized_here(root: Path) -> list[list[Tensor]]:
-    data = pyg_sar.load_partition(root)
-    return [penalized(kind, data, pyg_sar.distribute) for kind in (Own, Second, Inner)]
-
-
 def test_second_derivatives(root: Path, graph: Data) -> None:
-    right = [penalized(kind, graph, lambda layer: layer) for kind in (Own, Second, Inner)]
-    for found in parts(penalized_here, 3, root):
-        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+    compare_each(penalized, (Own, Second, Inner), root, graph)
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")

@@ -102,7 +102,8 @@ def _described_tensor(tensor: Any) -> Any:
         if tensor._local.dtype not in KINDS or tensor.derivation is None:
             raise _Unknown
         return "derivation", tensor.derivation
-    if type(tensor) is not Tensor or tensor.is_cuda or tensor.layout != torch.strided:
+    on_cpu = tensor.device.type == "cpu"
+    if type(tensor) is not Tensor or not on_cpu or tensor.layout != torch.strided:
         raise _Unknown
     repeated = [step == 0 for step in tensor.stride()]
     found = hashlib.blake2b(bytes_of(tensor).numpy().data, digest_size=16).digest()
