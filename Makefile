@@ -89,7 +89,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMPS)/core: pyproject.toml setup.py $(wildcard extensions/*.cpp extensions/*.h) | $(BIN)/python
-	$(INSTALL) 'setuptools>=77' wheel ninja
+	$(INSTALL) 'setuptools>=77' wheel
 	$(INSTALL) '$(TORCH)'
 	$(INSTALL) -e .
 	@mkdir -p $(STAMPS) && touch $@

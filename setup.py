@@ -9,26 +9,28 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run in
 NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
 HEADERS = tuple(f"torch/csrc/stable/{name}.h" for name in ("library", "ops", "tensor"))
+HERE = Path(__file__).parent.resolve()
 COMPILER = os.environ.get("CXX", "c++")
-# Files that take long. The others of a library are compiled as one, as they read the same headers.
-LARGE = {"attention_avx2", "attention_avx512", "extremum", "factored", "factored_backward"}
-LARGE |= {"gather_sum", "norms", "pager_ops", "weighted_rows"}
+# Files that take long: as many are compiled at once as there are cores. The others of a library are
+# compiled as one, as they read the same headers.
+LARGE = ("pager_allocator", "factored_backward", "gather_sum", "factored", "attention_avx2")
+LARGE += ("weighted_rows", "extremum", "attention_avx512", "norms")
 
 
 def is_gcc() -> bool:
     """Says if the compiler is GCC, which takes a compiled header where options agree."""
-    if shutil.which(COMPILER) is None:
-        return False
     told = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=False)
     return "Free Software Foundation" in told.stdout
 
@@ -54,6 +56,108 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
     return [*compiled, f"-fsanitize={sanitizer}"], [f"-fsanitize={sanitizer}"]
 
 
+class OptionalBuild(build_ext):
+    """A build whose failure is told, and leaves the package without the library.
+
+    The package has the reason in a file, and names it when it is used: pip shows no output.
+    """
+
+    def run(self) -> None:
+        """Builds in a folder of its own; setuptools copies libraries where they are in place."""
+        self.in_place = bool(self.inplace)
+        super().run()
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Returns a library's file, which is for any Python."""
+        return f"{fullname.replace('.', os.sep)}.so"
+
+    def build_extensions(self) -> None:
+        """Compiles the files of all libraries at once, and links them."""
+        self.compiler.set_executables(compiler_so_cxx=[COMPILER, *self.compiler.compiler_so[1:]])
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", cores or 1))) as pool:
+            units = [unit for extension in self.extensions for unit in self.units(extension)]
+            places = {stem: place for place, stem in enumerate(LARGE)}
+            units.sort(key=lambda unit: places.get(unit[1].stem, -1))
+            headers = {e.name: pool.submit(self.compiled_header, e) for e in self.extensions}
+            objects: dict[str, list[Future[str]]] = {e.name: [] for e in self.extensions}
+            for extension, file in units:
+                header = headers[extension.name]
+                objects[extension.name].append(pool.submit(self.compiled, extension, file, header))
+            for extension in self.extensions:
+                self.link_optional(extension, objects[extension.name])
+
+    def units(self, extension: Extension) -> list[tuple[Extension, Path]]:
+        """Returns the files to be compiled: the large ones, and one that includes the others."""
+        files = [Path(file).resolve() for file in extension.sources]
+        small = [file for file in files if file.stem not in LARGE]
+        unit = Path(self.build_temp).resolve() / f"{extension.name}_small.cpp"
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        unit.write_text("".join(f'#include "{file}"\n' for file in small))
+        return [(extension, file) for file in [*files, unit] if file not in small]
+
+    def compiled_header(self, extension: Extension) -> list[str]:
+        """Compiles PyTorch's headers of the kernels once for all: half the work of a small file.
+
+        Returns:
+            The options that have GCC read them. Of another compiler, and of the pager, none.
+        """
+        self.check_compiler()
+        if extension.name != "pyg_sar._kernels" or not is_gcc():
+            return []
+        header = Path(self.build_temp).resolve() / "torch_headers.h"
+        header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
+        folders = [f"-I{path}" for path in extension.include_dirs]
+        flags = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
+        self.spawn([COMPILER, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+        return ["-include", str(header)]
+
+    def check_compiler(self) -> None:
+        """Raises an error where there is none."""
+        if shutil.which(COMPILER) is None:
+            raise OSError(f"there is no C++ compiler {COMPILER!r}")
+
+    def compiled(self, extension: Extension, file: Path, header: Future[list[str]]) -> str:
+        """Compiles a file, and returns the object."""
+        result: list[str] = self.compiler.compile(
+            [str(file)],
+            output_dir=str(Path(self.build_temp).resolve()),
+            include_dirs=extension.include_dirs,
+            extra_postargs=[*extension.extra_compile_args, *header.result()],
+        )
+        return result[0]
+
+    def link_optional(self, extension: Extension, objects: list[Future[str]]) -> None:
+        """Links a library, or says why there is none."""
+        library = Path(self.get_ext_fullpath(extension.name))
+        installed = HERE / "pyg_sar" / library.name if self.in_place else library
+        reason = installed.with_name(f"_no{library.stem}.txt")
+        reason.unlink(missing_ok=True)
+        try:
+            self.compiler.link_shared_object(
+                [one.result() for one in objects],
+                str(library),
+                libraries=extension.libraries,
+                library_dirs=extension.library_dirs,
+                extra_postargs=extension.extra_link_args,
+                target_lang="c++",
+            )
+        except Exception as error:
+            for earlier in (library, installed):
+                earlier.unlink(missing_ok=True)
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            reason.write_text(" ".join(str(error).split())[:300])
+            print(f"pyg_sar: {NAMES[library.stem]} could not be built, doing without: {error}")
+
+
+class AnyPython(bdist_wheel):
+    """A wheel for any Python: the libraries don't use its API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Returns the wheel's tag."""
+        return "py3", "none", super().get_tag()[2]
+
+
 def libraries() -> dict[str, Any]:
     """The arguments of ``setup`` that build ``pyg_sar/_kernels.so`` and ``pyg_sar/_pager.so``.
 
@@ -64,73 +168,15 @@ def libraries() -> dict[str, Any]:
     """
     if os.environ.get("PYG_SAR_KERNELS") == "keep":
         return {}
-    try:
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        print(f"pyg_sar: no C++ kernels are built ({error}); install with --no-build-isolation")
+    torch = find_spec("torch")  # Importing it takes seconds.
+    if torch is None or torch.origin is None:
+        print("pyg_sar: no C++ kernels are built without PyTorch; use --no-build-isolation")
         return {}
-
-    class OptionalBuild(cpp_extension.BuildExtension):  # type: ignore[misc]
-        """A build whose failure is told, and leaves the package without the library.
-
-        The package has the reason in a file, and names it when it is used: pip shows no output.
-        """
-
-        def build_extensions(self) -> None:
-            extensions = self.extensions
-            for extension in extensions:
-                self.extensions = [extension]
-                self.build_optional(extension.name)
-            self.extensions = extensions
-
-        def build_optional(self, name: str) -> None:
-            # In place, setuptools copies what was built from another folder.
-            file = f"{name.rpartition('.')[2]}.so"
-            place = Path(__file__).parent.resolve() / "pyg_sar" / file
-            library = place if self.inplace else Path(self.get_ext_fullpath(name))
-            reason = library.with_name(f"_no{library.stem}.txt")
-            reason.unlink(missing_ok=True)
-            try:
-                super().build_extensions()
-            except (Exception, SystemExit) as error:
-                library.unlink(missing_ok=True)  # Of an earlier build.
-                reason.parent.mkdir(parents=True, exist_ok=True)
-                found = shutil.which(COMPILER) is not None
-                text = str(error) if found else f"there is no C++ compiler {COMPILER!r}"
-                reason.write_text(" ".join(text.split())[:300])
-                what = NAMES[library.stem]
-                print(f"pyg_sar: {what} could not be built, doing without: {text}")
-
-        def build_extension(self, extension: Extension) -> None:
-            folder = Path(self.build_temp).resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            small = [Path(file) for file in extension.sources if Path(file).stem not in LARGE]
-            unit = folder / f"{extension.name}_small.cpp"
-            unit.write_text("".join(f'#include "{file.resolve()}"\n' for file in small))
-            extension.sources = [*(set(extension.sources) - {str(f) for f in small}), str(unit)]
-            extension.sources.sort()
-            # Reading PyTorch's headers is half the work of a small file: GCC does it once for all.
-            if extension.name == "pyg_sar._kernels" and is_gcc():
-                header = folder / "torch_headers.h"
-                header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
-                folders = [f"-I{path}" for path in extension.include_dirs]
-                flags = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
-                made = ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
-                self.spawn([COMPILER, *flags, *made])
-                extension.extra_compile_args += ["-include", str(header)]
-            super().build_extension(extension)
-
-    class AnyPython(bdist_wheel):
-        """A wheel for any Python: the libraries don't use its API."""
-
-        def get_tag(self) -> tuple[str, str, str]:
-            return "py3", "none", super().get_tag()[2]
-
-    sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
-    compiled, linked = options(sanitizer)
-    folder = Path(__file__).parent / "extensions"
-    names = sorted(path.name for path in folder.iterdir())
+    installed = Path(torch.origin).parent
+    compiled, linked = options(os.environ.get("PYG_SAR_SANITIZER", ""))
+    names = sorted(path.name for path in (HERE / "extensions").iterdir())
     pager = [name for name in names if name.startswith("pager")]
+    kernels = [name for name in names if name not in pager]
 
     def extension(
         name: str, files: list[str], macros: list[str], linked_with: list[str]
@@ -139,8 +185,10 @@ def libraries() -> dict[str, Any]:
             name,
             [f"extensions/{file}" for file in files if file.endswith(".cpp")],
             depends=[f"extensions/{file}" for file in files],
-            include_dirs=cpp_extension.include_paths(),
-            library_dirs=cpp_extension.library_paths(),
+            include_dirs=[
+                str(installed / "include" / place) for place in ("", "torch/csrc/api/include")
+            ],
+            library_dirs=[str(installed / "lib")],
             libraries=linked_with,
             extra_compile_args=compiled + macros,
             extra_link_args=linked,
@@ -148,17 +196,14 @@ def libraries() -> dict[str, Any]:
             optional=True,
         )
 
-    kernels = [name for name in names if name not in pager]
+    # The pager first: it needn't wait for the kernels' headers.
     extensions = [
-        extension("pyg_sar._kernels", kernels, [f"-DTORCH_TARGET_VERSION={TARGET}"], ["torch_cpu"]),
         extension("pyg_sar._pager", pager, [], ["torch_cpu", "c10"]),
+        extension("pyg_sar._kernels", kernels, [f"-DTORCH_TARGET_VERSION={TARGET}"], ["torch_cpu"]),
     ]
-    # Compiles in parallel where ninja is at hand: beside this Python, maybe, and not on the path.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    build = OptionalBuild.with_options(no_python_abi_suffix=True)
     return {
         "ext_modules": extensions,
-        "cmdclass": {"build_ext": build, "bdist_wheel": AnyPython},
+        "cmdclass": {"build_ext": OptionalBuild, "bdist_wheel": AnyPython},
     }
 
 

@@ -83,7 +83,7 @@ class Environment:
             name if version == "newest" else f"{name}=={version}"
             for name, version in (("torch", torch), ("torch-geometric", pyg))
         ]
-        self.run(*pip, *wanted, "setuptools>=77", "wheel", "ninja")
+        self.run(*pip, *wanted, "setuptools>=77", "wheel")
         files = subprocess.run(
             ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
         ).stdout.splitlines()

@@ -13,7 +13,9 @@
 namespace pyg_sar {
 
 // See [Note: tiles] in gather_sum.h. Lanes in which two vectors overlap hold the same numbers.
-constexpr int kMostExtremumVectors = 4;
+// Fewer where speed matters less.
+template <class Row>
+constexpr int kMostExtremumVectors = std::is_same_v<Row, float> ? 4 : 2;
 
 // A vector that can be compared; compilers stumble over the comparison of vectors of one.
 template <class T, int kLanes>
@@ -137,18 +139,12 @@ struct ExtremumGradientTile {
 };
 
 // Calls run<lanes, vectors> for the tile's width.
-template <int kBytes, int kLanes, class Tile>
+template <int kBytes, int kLanes, int kVectors, class Tile>
 PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
-  switch ((tile.width + kLanes - 1) / kLanes) {
-    case 1:
-      return tile.template run<kBytes, kLanes, 1>(first, last);
-    case 2:
-      return tile.template run<kBytes, kLanes, 2>(first, last);
-    case 3:
-      return tile.template run<kBytes, kLanes, 3>(first, last);
-    default:
-      return tile.template run<kBytes, kLanes, kMostExtremumVectors>(first, last);
+  if constexpr (kVectors > 1) {
+    if (tile.width <= (kVectors - 1) * kLanes) return run_vectors<kBytes, kLanes, kVectors - 1>(tile, first, last);
   }
+  tile.template run<kBytes, kLanes, kVectors>(first, last);
 }
 
 // Adds the tile's columns for a run of targets. GCC makes scalars of comparisons in registers of AVX-512.
@@ -156,9 +152,10 @@ template <class Row, class Tile>
 void run_tile(const Tile& tile, int64_t first, int64_t last) {
   on_half([&](auto registers) PYG_SAR_INLINED {
     constexpr int kBytes = decltype(registers)::kBytes, kLanes = kFullLanes<Row>;
-    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes>(tile, first, last);
-    if (tile.width >= kLanes / 4) return run_vectors<kBytes, kLanes / 4>(tile, first, last);
-    run_vectors<kBytes, 1>(tile, first, last);
+    constexpr int kPart = kLanes / 4;
+    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes, kMostExtremumVectors<Row>>(tile, first, last);
+    if (tile.width >= kPart) return run_vectors<kBytes, kPart, 4>(tile, first, last);
+    if constexpr (kPart > 1) run_vectors<kBytes, 1, kPart - 1>(tile, first, last);
   });
 }
 
@@ -189,7 +186,7 @@ SegmentTensors narrow(const char* op, const Tensor& source, const Tensor& offset
 // Runs work(start, stop) for tiles of columns.
 template <class Row, class Work>
 void for_tiles(int64_t width, const Work& work) {
-  constexpr int64_t kMost = kFullLanes<Row> * kMostExtremumVectors;
+  constexpr int64_t kMost = kFullLanes<Row> * kMostExtremumVectors<Row>;
   for (int64_t start = 0; start < width; start += kMost) {
     work(start, std::min(start + kMost, width));
   }

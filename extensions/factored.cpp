@@ -100,10 +100,10 @@ struct Factors {
   }
 };
 
-// Where the vectors of a row begin, of which the last begins where a whole one fits, and the head of each lane.
+// Where the vectors of a row begin, of which the last ones begin where a whole one fits, and the head of each lane.
 void place_vectors(int64_t* place, Places* head, int64_t vectors, int64_t lanes, const Terms<float>& t) {
   for (int64_t v = 0; v < vectors; ++v) {
-    place[v] = v + 1 < vectors ? v * lanes : t.width() - lanes;
+    place[v] = std::min(v * lanes, t.width() - lanes);
     int32_t heads[kFull];
     for (int l = 0; l < kFull; ++l) heads[l] = static_cast<int32_t>((place[v] + l % lanes) / t.channels);
     std::memcpy(&head[v], heads, sizeof(heads));
@@ -221,9 +221,8 @@ void run_width(const Factors<kHeads>& factors, const float* pairs, const State& 
     case 2: return run<kHeads, 2>(factors, pairs, state);
     case 3: return run<kHeads, 3>(factors, pairs, state);
     case 4: return run<kHeads, 4>(factors, pairs, state);
-    case 5: return run<kHeads, 5>(factors, pairs, state);
+    case 5:
     case 6: return run<kHeads, 6>(factors, pairs, state);
-    case 7: return run<kHeads, 7>(factors, pairs, state);
     default: return run<kHeads, 8>(factors, pairs, state);
   }
 }

@@ -30,17 +30,18 @@ namespace {
 
 constexpr int64_t kRows = 32;          // that are made at a time
 constexpr int64_t kLeastWidth = 8;     // of a row
+constexpr int kMostEach = 4;           // registers of a head
 constexpr int64_t kSegmentsAhead = 3;  // whose rows are fetched
 constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // How a head lies in registers: fills its own, or half of one, or leaves lanes of its last one.
 enum class Layout { kWhole, kHalf, kMasked };
 
-// Rows that are made once per call; of kPadded numbers per part.
-template <int kPadded>
+// Rows that are made once per call; of kHeads numbers per part.
+template <int kHeads>
 struct Factors {
-  static constexpr int kOfTarget = 4 * kPadded, kOfSource = 3 * kPadded;
-  static constexpr int kSize = kRows * kPadded;
+  static constexpr int kOfTarget = 4 * kHeads, kOfSource = 3 * kHeads;
+  static constexpr int kSize = kRows * kHeads;
   const Terms<float>& t;
   const SourceGradients& g;
 
@@ -51,7 +52,7 @@ struct Factors {
   template <class... Part>
   static PYG_SAR_INLINE_512 void write(float* to, int64_t n, const Part*... part) {
     for (int64_t r = 0; r < n; ++r) {
-      ((std::memcpy(to, part + r * kPadded, kPadded * sizeof(float)), to += kPadded), ...);
+      ((std::memcpy(to, part + r * kHeads, kHeads * sizeof(float)), to += kHeads), ...);
     }
   }
 
@@ -59,17 +60,16 @@ struct Factors {
   PYG_SAR_INLINE_512 void of_targets(float* out, int64_t first, int64_t last) const {
     float top[kSize] = {}, normal[kSize], delta[kSize] = {}, query[kSize] = {};
     float large[kSize], small[kSize];
-    std::fill_n(normal, kSize, 1.0f);  // of heads that are none
     for (int64_t i = first; i < last; i += kRows) {
       const int64_t n = std::min(kRows, last - i);
       for (int64_t r = 0; r < n; ++r) {
-        copy(top + r * kPadded, g.maximum.row(i + r));
-        copy(normal + r * kPadded, g.normaliser.row(i + r));
-        copy(delta + r * kPadded, g.delta.row(i + r));
-        if (t.query.data != nullptr) copy(query + r * kPadded, t.query.row(i + r));
+        copy(top + r * kHeads, g.maximum.row(i + r));
+        copy(normal + r * kHeads, g.normaliser.row(i + r));
+        copy(delta + r * kHeads, g.delta.row(i + r));
+        if (t.query.data != nullptr) copy(query + r * kHeads, t.query.row(i + r));
       }
 #pragma omp simd
-      for (int64_t k = 0; k < n * kPadded; ++k) {
+      for (int64_t k = 0; k < n * kHeads; ++k) {
         const float inverse = 1 / normal[k];
         large[k] = exponential(query[k] - top[k]) * inverse;
         small[k] = exponential(t.slope * query[k] - top[k]) * inverse;
@@ -86,10 +86,10 @@ struct Factors {
       const int64_t n = std::min(kRows, last - u);
       for (int64_t r = 0; r < n; ++r) {
         if (t.offsets[u + r] == t.offsets[u + r + 1]) continue;  // it may hold anything
-        copy(key + r * kPadded, t.key.row(t.place(t.target(u + r))));
+        copy(key + r * kHeads, t.key.row(t.place(t.target(u + r))));
       }
 #pragma omp simd reduction(| : beyond)
-      for (int64_t k = 0; k < n * kPadded; ++k) {
+      for (int64_t k = 0; k < n * kHeads; ++k) {
         beyond |= !(std::abs(key[k]) <= kLargestKey);
         large[k] = exponential(key[k]);
         small[k] = exponential(t.slope * key[k]);
@@ -103,12 +103,11 @@ struct Factors {
 // Rows of kHeads heads in kEach registers each.
 template <int kHeads, int kEach, Layout kLayout>
 struct FactoredSources {
-  static constexpr int kPadded = power_of_two_from(kHeads);
-  static constexpr int kOfTarget = Factors<kPadded>::kOfTarget;
+  static constexpr int kOfTarget = Factors<kHeads>::kOfTarget;
   static constexpr bool kIsHalf = kLayout == Layout::kHalf;
-  static constexpr int kVectors = kIsHalf ? (kHeads + 1) / 2 : kHeads * kEach;  // of a row
-  static constexpr int kProducts = kIsHalf ? kPadded / 2 : kPadded;             // of an edge
-  static constexpr int kEdges = kFull / kPadded;                                // of a group
+  static constexpr int kVectors = kIsHalf ? kHeads / 2 : kHeads * kEach;   // of a row
+  static constexpr int kProducts = kIsHalf ? kHeads / 2 : kHeads;           // of an edge
+  static constexpr int kEdges = kFull / kHeads;                            // of a group
   static constexpr int64_t kAhead = kVectors <= 2 ? 48 : kVectors <= 4 ? 24 : 20;
   Terms<float> t;
   Matrix<const float> grad_out;
@@ -129,22 +128,16 @@ struct FactoredSources {
     return v / kEach * channels + v % kEach * kFull;
   }
   static constexpr bool is_last(int v) { return v % kEach == kEach - 1; }
-  static constexpr bool is_odd(int v) { return kIsHalf && 2 * v + 1 == kHeads; }
 
   PYG_SAR_INLINE_512 Lanes read(const float* row, int v) const {
     const float* from = row + column(v);
     if (kLayout == Layout::kMasked && is_last(v)) return _mm512_maskz_loadu_ps(mask, from);
-    if (is_odd(v)) {
-      Vector<float, 8> x;
-      load<8>(x, from);
-      return with_zeros(x, kAllLanes);
-    }
     return repeated<kFull>(from);
   }
   PYG_SAR_INLINE_512 void write(float* row, int v, const Lanes& x) const {
     float* to = row + column(v);
     if (kLayout == Layout::kMasked && is_last(v)) return _mm512_mask_storeu_ps(to, mask, x);
-    std::memcpy(to, &x, (is_odd(v) ? kFull / 2 : kFull) * sizeof(float));
+    std::memcpy(to, &x, sizeof(x));
   }
 
   PYG_SAR_INLINE_512 void operator()(int64_t chunk, float* queries) const {
@@ -188,13 +181,13 @@ struct FactoredSources {
 
   PYG_SAR_INLINE_512 void add(Lanes* products, float* queries, int64_t u) const {
     const int64_t j = t.target(u), stop = t.offsets[u + 1];
-    const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kPadded>::kOfSource;
+    const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kHeads>::kOfSource;
     Segment s;
     PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) s.value[v] = read(value, v);
-    s.large = repeated<kPadded>(own);
-    s.small = repeated<kPadded>(own + kPadded);
-    s.key = repeated<kPadded>(own + 2 * kPadded);
+    s.large = repeated<kHeads>(own);
+    s.small = repeated<kHeads>(own + kHeads);
+    s.key = repeated<kHeads>(own + 2 * kHeads);
     for (int64_t e = t.offsets[u]; e < stop; e += kEdges) {
       add_group(products, s, queries, e, static_cast<int>(std::min<int64_t>(kEdges, stop - e)));
     }
@@ -203,9 +196,9 @@ struct FactoredSources {
       for (int v = 0; v < kVectors; ++v) write(out, v, read(out, v) + s.sum[v]);
     }
     if (float* out = grad_key.row(j)) {
-      if constexpr (kPadded <= 1) s.grad_key += turned<1>(s.grad_key, kAllLanes);
-      if constexpr (kPadded <= 2) s.grad_key += turned<2>(s.grad_key, kAllLanes);
-      if constexpr (kPadded <= 4) s.grad_key += turned<4>(s.grad_key, kAllLanes);
+      if constexpr (kHeads <= 1) s.grad_key += turned<1>(s.grad_key, kAllLanes);
+      if constexpr (kHeads <= 2) s.grad_key += turned<2>(s.grad_key, kAllLanes);
+      if constexpr (kHeads <= 4) s.grad_key += turned<4>(s.grad_key, kAllLanes);
       s.grad_key += turned<8>(s.grad_key, kAllLanes);
       float total[kFull];
       std::memcpy(total, &s.grad_key, sizeof(total));
@@ -234,12 +227,12 @@ struct FactoredSources {
     const Lanes x = part[0] * s.large, y = part[1] * s.small;
     Lanes weight = x > y ? x : y, up = weight * (inner - part[2]);
     if (t.drop_key != nullptr) {
-      const Lanes factor = kept_factors<kHeads, kPadded>(t, e, n);
+      const Lanes factor = kept_factors<kHeads>(t, e, n);
       up = weight * (factor * inner - part[2]);
       weight *= factor;
     }
     Lanes down = part[3] + s.key > 0.0f ? up : t.slope * up;
-    down = kLane < n * kPadded ? down : Lanes{};
+    down = kLane < n * kHeads ? down : Lanes{};
     s.grad_key += down;
     if (queries != nullptr) scatter(down, queries, e, n);
     if (grad_value.data != nullptr) accumulate(s, weight, e, n);
@@ -247,7 +240,7 @@ struct FactoredSources {
 
   // The four parts of the group's targets; of a group with less edges, also of others.
   PYG_SAR_INLINE_512 void gather(Lanes* part, int64_t e) const {
-    if constexpr (kPadded == 8) {
+    if constexpr (kHeads == 8) {
       const float *a = factors_of(e), *b = factors_of(e + 1);
       PYG_SAR_UNROLLED
       for (int p = 0; p < 4; p += 2) {
@@ -266,10 +259,10 @@ struct FactoredSources {
         }
         std::memcpy(&x[r], rows, sizeof(rows));
       }
-      const Lanes a = parts<kPadded, 0>(x[0], x[1], kAllLanes);
-      const Lanes b = parts<kPadded, 0>(x[2], x[3], kAllLanes);
-      const Lanes c = parts<kPadded, 2>(x[0], x[1], kAllLanes);
-      const Lanes d = parts<kPadded, 2>(x[2], x[3], kAllLanes);
+      const Lanes a = parts<kHeads, 0>(x[0], x[1], kAllLanes);
+      const Lanes b = parts<kHeads, 0>(x[2], x[3], kAllLanes);
+      const Lanes c = parts<kHeads, 2>(x[0], x[1], kAllLanes);
+      const Lanes d = parts<kHeads, 2>(x[2], x[3], kAllLanes);
       part[0] = halves<0>(a, b, kAllLanes);
       part[1] = halves<8>(a, b, kAllLanes);
       part[2] = halves<0>(c, d, kAllLanes);
@@ -284,7 +277,7 @@ struct FactoredSources {
       float* to = queries + static_cast<int64_t>(t.source[e + i]) * kHeads;
       float x[kHeads];
       std::memcpy(x, to, sizeof(x));
-      for (int h = 0; h < kHeads; ++h) x[h] += by[i * kPadded + h];
+      for (int h = 0; h < kHeads; ++h) x[h] += by[i * kHeads + h];
       std::memcpy(to, x, sizeof(x));
     }
   }
@@ -297,9 +290,9 @@ struct FactoredSources {
       PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (kIsHalf) {
-          s.sum[v] += read(row, v) * picked(weight, i * kPadded + 2 * v + kLane / 8);
+          s.sum[v] += read(row, v) * picked(weight, i * kHeads + 2 * v + kLane / 8);
         } else {
-          s.sum[v] += read(row, v) * by[i * kPadded + v / kEach];
+          s.sum[v] += read(row, v) * by[i * kHeads + v / kEach];
         }
       }
     }
@@ -312,14 +305,14 @@ PYG_SAR_512 void on_chunk(const Pass pass, int64_t chunk, float* queries) {
   pass(chunk, queries);
 }
 
-template <int kPadded>
-PYG_SAR_512 void on_targets(const Factors<kPadded>& factors, float* out, int64_t first,
+template <int kHeads>
+PYG_SAR_512 void on_targets(const Factors<kHeads>& factors, float* out, int64_t first,
                             int64_t last) {
   factors.of_targets(out, first, last);
 }
 
-template <int kPadded>
-PYG_SAR_512 bool on_sources(const Factors<kPadded>& factors, float* out, int64_t first,
+template <int kHeads>
+PYG_SAR_512 bool on_sources(const Factors<kHeads>& factors, float* out, int64_t first,
                             int64_t last) {
   return factors.of_sources(out, first, last);
 }
@@ -338,21 +331,24 @@ void run(const Terms<float>& t, const SourceGradients& g, const float* targets,
   });
 }
 
+// Rows of more than kMostEach registers a head: one head's alone, if they are whole.
 template <int kHeads, int kEach = 1, class... Others>
 void run_width(const Terms<float>& t, const Others&... others) {
-  if constexpr (kHeads * kEach <= kMostVectors) {
+  if constexpr (kHeads * kEach <= kMostVectors && kEach <= kMostEach) {
     if (t.channels > kEach * kFull) return run_width<kHeads, kEach + 1>(t, others...);
     if (t.channels == kEach * kFull) return run<kHeads, kEach, Layout::kWhole>(t, others...);
     if constexpr (kHeads > 1 && kEach == 1) {
       if (t.channels == kFull / 2) return run<kHeads, 1, Layout::kHalf>(t, others...);
     }
     run<kHeads, kEach, Layout::kMasked>(t, others...);
+  } else if constexpr (kHeads == 1) {
+    run<1, kMostVectors, Layout::kWhole>(t, others...);
   }
 }
 
-template <int kPadded>
+template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
-  using Made = Factors<kPadded>;
+  using Made = Factors<kHeads>;
   const Made factors{t, g};
   const Tensor of_sources = empty({t.num_segments, Made::kOfSource}, kFloat);
   std::atomic<bool> small{true};
@@ -366,25 +362,24 @@ bool run_heads(const Terms<float>& t, int64_t num_targets, const SourceGradients
   for_runs(num_targets, kRowsPerTask, [&](int64_t first, int64_t last) {
     on_targets(factors, targets, first, last);
   });
-  if (t.heads == kPadded) return run_width<kPadded>(t, g, targets, sources), true;
-  if constexpr (kPadded == 4) run_width<3>(t, g, targets, sources);
-  if constexpr (kPadded == 8) {
-    if (t.heads == 5) run_width<5>(t, g, targets, sources);
-    if (t.heads == 6) run_width<6>(t, g, targets, sources);
-    if (t.heads == 7) run_width<7>(t, g, targets, sources);
-  }
+  run_width<kHeads>(t, g, targets, sources);
   return true;
 }
 
 }  // namespace
 
 bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
-  const int64_t vectors = t.heads * ((t.channels + kFull - 1) / kFull);
+  const int64_t each = (t.channels + kFull - 1) / kFull;
   if (!is_factored(t) || t.width() < kLeastWidth) return false;
-  if (t.channels != kFull / 2 && vectors > kMostVectors) return false;
-  if (t.heads > 4) return run_heads<8>(t, num_targets, g);
-  if (t.heads > 2) return run_heads<4>(t, num_targets, g);
-  return t.heads == 2 ? run_heads<2>(t, num_targets, g) : run_heads<1>(t, num_targets, g);
+  if (t.channels != kFull / 2 && t.heads * each > kMostVectors) return false;
+  if (each > kMostEach && t.channels != kMostVectors * kFull) return false;
+  switch (t.heads) {  // Of others there are few: each takes long to compile.
+    case 1: return run_heads<1>(t, num_targets, g);
+    case 2: return run_heads<2>(t, num_targets, g);
+    case 4: return run_heads<4>(t, num_targets, g);
+    case 8: return run_heads<8>(t, num_targets, g);
+    default: return false;
+  }
 }
 #else
 bool add_factored_sources(const Terms<float>&, int64_t, const SourceGradients&) { return false; }

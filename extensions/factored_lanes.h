@@ -25,12 +25,6 @@ using Lanes = Vector<float, kFull>;
 using Places = Vector<int32_t, kFull>;
 constexpr auto kAllLanes = std::make_integer_sequence<int, kFull>{};
 
-constexpr int power_of_two_from(int least) {  // as std::bit_ceil of C++20
-  int power = 1;
-  while (power < least) power *= 2;
-  return power;
-}
-
 // Whether factors give the scores, and the processor has the registers.
 inline bool is_factored(const Terms<float>& t) {
   const bool bits = t.drop_key == nullptr || t.drop_words == 1;
@@ -72,10 +66,10 @@ PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
 }
 
 // Of n edges from e on, [edge, head]: 0 where dropped, else the factor of what isn't.
-template <int kHeads, int kPadded>
+template <int kHeads>
 PYG_SAR_INLINE_512 Lanes kept_factors(const Terms<float>& t, int64_t e, int n) {
   uint32_t bits = 0;
-  for (int i = 0; i < n; ++i) bits |= kept_heads<kHeads>(t, e + i) << (i * kPadded);
+  for (int i = 0; i < n; ++i) bits |= kept_heads<kHeads>(t, e + i) << (i * kHeads);
   return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), repeated<1>(&t.kept));
 }
 
@@ -92,12 +86,6 @@ PYG_SAR_INLINE_512 Lanes picked(const Lanes& x, const Places& from) {
 template <int kFirst, int... lane>
 PYG_SAR_INLINE_512 Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
   return __builtin_shufflevector(x, x, (kFirst + lane) % kFull...);
-}
-
-template <int... lane>
-PYG_SAR_INLINE_512 Lanes with_zeros(const Vector<float, kFull / 2>& x,
-                                    std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, Vector<float, kFull / 2>{}, lane...);
 }
 
 // Lanes of x where kBit of their number is 0, else of y; each plus the one across that bit.
@@ -133,13 +121,13 @@ PYG_SAR_INLINE_512 Lanes halves(const Lanes& x, const Lanes& y,
 }
 
 // Of two registers of rows [edge, part, head]: part kPart of all edges, then the next part.
-template <int kPadded, int kPart, int... lane>
+template <int kHeads, int kPart, int... lane>
 PYG_SAR_INLINE_512 Lanes parts(const Lanes& x, const Lanes& y,
                                std::integer_sequence<int, lane...>) {
   return __builtin_shufflevector(
       x, y,
-      (lane % 8 / 4 * kFull + lane % 4 / kPadded * 4 * kPadded + (kPart + lane / 8) * kPadded +
-       lane % kPadded)...);
+      (lane % 8 / 4 * kFull + lane % 4 / kHeads * 4 * kHeads + (kPart + lane / 8) * kHeads +
+       lane % kHeads)...);
 }
 
 }  // namespace pyg_sar::attention

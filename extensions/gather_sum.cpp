@@ -70,9 +70,12 @@ void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
     tile.segments.offsets = segments.offsets;
   }
   tile.segments.source = source.const_data_ptr<int32_t>();
+  const Wide<Row> one = 1;
+  tile.weight = &one;
   if (weight.has_value()) {
     by = ordered<Wide<Row>>(*weight, segments);
     tile.weight = by.const_data_ptr<Wide<Row>>();
+    tile.weight_stride = 1;
   }
   tile.out_stride = out.stride(0);
   tile.row_stride = rows.stride(0);

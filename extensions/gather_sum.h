@@ -30,7 +30,8 @@ struct SumTile {
   Row* out;         // the tile's first column
   const Row* rows;  // the same
   int64_t out_stride, row_stride;
-  const Wide<Row>* weight;  // in the order of the edges; null: 1
+  const Wide<Row>* weight;  // in the order of the edges, or one number for all
+  int64_t weight_stride;    // 1, or 0
   int width;
   bool crosses;  // see crosses_lines()
 
@@ -45,7 +46,7 @@ struct SumTile {
   }
 
   template <int kBytes, int kLanes, int kVectors, bool kWeighted>
-  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+  PYG_SAR_INLINE void add(int64_t first, int64_t last) const {
     using Acc = Wide<Row>;
     // Sums that don't wait for each other; distances that keep about as many lines in flight.
     constexpr int kOnes = in_a_register<Acc, kLanes, kBytes>, kParts = kLanes / kOnes;
@@ -57,10 +58,11 @@ struct SumTile {
     for (int64_t t = first; t < last; ++t) {
       if (t + kTargetsAhead < last) ask_for(out + segments.target(t + kTargetsAhead) * out_stride);
       Vector<Acc, kOnes> sum[kVectors][kApart][kParts] = {};
-      const auto add = [&](int64_t e, int part) PYG_SAR_INLINED {
+      const auto add_edge = [&](int64_t e, int part) PYG_SAR_INLINED {
         const int64_t later = e + kAhead < final ? e + kAhead : final;
         const char* next = reinterpret_cast<const char*>(rows + source[later] * row_stride);
         const Row* row = rows + source[e] * row_stride;
+        [[maybe_unused]] const Acc by = kWeighted ? weight[e * weight_stride] : 1;
         constexpr int64_t kRead = kVectors * kLanes * sizeof(Row);
         PYG_SAR_UNROLLED
         for (int64_t at = 0; at < kRead; at += kLine) __builtin_prefetch(next + at);
@@ -73,7 +75,7 @@ struct SumTile {
             Vector<Acc, kOnes> x;
             load<kOnes>(x, from + p * kOnes);
             if constexpr (kWeighted) {
-              sum[v][part][p] += x * weight[e];
+              sum[v][part][p] += x * by;
             } else {
               sum[v][part][p] += x;
             }
@@ -84,10 +86,10 @@ struct SumTile {
       const int64_t stop = offset(t + 1);
       for (; e + kApart <= stop; e += kApart) {
         PYG_SAR_UNROLLED
-        for (int part = 0; part < kApart; ++part) add(e + part, part);
+        for (int part = 0; part < kApart; ++part) add_edge(e + part, part);
       }
       PYG_SAR_ROLLED
-      for (; e < stop; ++e) add(e, 0);
+      for (; e < stop; ++e) add_edge(e, 0);
       Row* target = out + segments.target(t) * out_stride;
       PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
@@ -105,10 +107,14 @@ struct SumTile {
     }
   }
 
+  // Only float32 has a version without weights; others multiply by 1, which takes a little longer where rows are
+  // in a cache.
   template <int kBytes, int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
-    if (weight != nullptr) return run<kBytes, kLanes, kVectors, true>(first, last);
-    run<kBytes, kLanes, kVectors, false>(first, last);
+    if constexpr (std::is_same_v<Row, float>) {
+      if (weight_stride == 0) return add<kBytes, kLanes, kVectors, false>(first, last);
+    }
+    add<kBytes, kLanes, kVectors, true>(first, last);
   }
 
   // Narrow rows: one or two vectors of fewer lanes.
@@ -142,7 +148,7 @@ struct SumTile {
 
 template <class Row>
 void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) {
-  on_best([&](auto registers) PYG_SAR_INLINED {
+  on_best<Row>([&](auto registers) PYG_SAR_INLINED {
     tile.template go<decltype(registers)::kBytes>(first, last);
   });
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #define PYG_SAR_INLINED __attribute__((always_inline))  // of a lambda
 #define PYG_SAR_INLINE inline PYG_SAR_INLINED
@@ -52,18 +53,7 @@ __attribute__((target("avx2,fma"))) auto on_avx2(const Work& work) {
 }
 #endif
 
-// Returns work(Registers), in the version for the processor: what is not inlined into it has one version.
-template <class Work>
-auto on_best(const Work& work) {
-#ifdef PYG_SAR_LEVELS
-  if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
-  return on_avx2(work);
-#else
-  return work(Registers<16>{});
-#endif
-}
-
-// The same without a version for AVX-512.
+// Returns work(Registers), in the version for AVX2: what is not inlined into it has one version.
 template <class Work>
 auto on_half(const Work& work) {
 #ifdef PYG_SAR_LEVELS
@@ -71,6 +61,18 @@ auto on_half(const Work& work) {
 #else
   return work(Registers<16>{});
 #endif
+}
+
+// The same in the version for the processor. Loops over float64 have none for AVX-512, as they wait for
+// memory most of the time.
+template <class Number, class Work>
+auto on_best(const Work& work) {
+#ifdef PYG_SAR_LEVELS
+  if constexpr (!std::is_same_v<Number, double>) {
+    if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
+  }
+#endif
+  return on_half(work);
 }
 
 // Says if there is a version for this processor.

@@ -613,7 +613,7 @@ def test_nothing_is_left_after_a_kill(tmp_path):
 def kept() -> Iterator[Callable[[], PagerCounters]]:
     """Memory of freed tensors is kept; returns what there is of it now."""
     assert keep_freed(True)
-    yield lambda: PagerCounters(*torch.ops.pyg_sar.pager_counters())
+    yield pager_library.counters
     assert not keep_freed(False)
 
 
@@ -702,15 +702,15 @@ def test_memory_is_not_kept_where_addresses_are_few():
 
 
 def test_init_keeps_memory_until_finalize():
-    assert not torch.ops.pyg_sar.pager_counters()[9]
+    assert not pager_library.counters().regions
     pyg_sar.init()
     try:
         x = numbered(2, 2)
-        assert torch.ops.pyg_sar.pager_counters()[9] == 1
+        assert pager_library.counters().regions == 1
     finally:
         pyg_sar.comm.finalize()
     y = numbered(2, 2)
-    assert torch.ops.pyg_sar.pager_counters()[9] == 1 and (x == y).all()
+    assert pager_library.counters().regions == 1 and (x == y).all()
 
 
 # The process ##################################################################

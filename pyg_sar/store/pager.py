@@ -51,10 +51,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from ctypes import CDLL, c_char_p, c_int64, c_void_p
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -64,6 +65,19 @@ from pyg_sar.kernels import ops
 
 _LIBRARY = "_pager.so"
 _REASON = "_no_pager.txt"
+# The library's functions and their arguments. Each returns a number from 0 on, or -1 for an error.
+_FUNCTIONS = {
+    "pager_open": [c_int64, c_int64, c_char_p, c_int64],
+    "pager_close": [],
+    "pager_keep_freed": [c_int64],
+    "pager_enter": [c_int64],
+    "pager_turn": [c_int64],
+    "pager_move_out": [c_int64],
+    "pager_wait": [],
+    "pager_budget": [c_int64],
+    "pager_counters": [c_void_p],
+    "pager_touch": [c_void_p, c_int64, c_int64],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,23 @@ class PagerCounters:
 
 
 @cache
+def _library() -> CDLL:
+    library = CDLL(str(Path(__file__).parent.parent / _LIBRARY))
+    library.pager_built_with.restype = library.pager_error.restype = c_char_p
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int64
+    return library
+
+
+def _call(name: str, *arguments: object) -> int:
+    result = int(getattr(_library(), name)(*arguments))
+    if result < 0:
+        raise RuntimeError(_library().pager_error().decode())
+    return result
+
+
+@cache
 def why_missing() -> str | None:
     """Loads the pager's library on first use; returns why there is none, or ``None``.
 
@@ -108,16 +139,21 @@ def why_missing() -> str | None:
     """
     if (reason := ops.not_built(_LIBRARY, _REASON)) is not None:
         return f"it was {reason}"
-    path = Path(__file__).parent.parent / _LIBRARY
     try:
-        torch.ops.load_library(str(path))
-        built_with = str(torch.ops.pyg_sar.pager_built_with())
-    except (AttributeError, OSError, RuntimeError) as error:
-        why = f"{path} can't be loaded: {error}"
+        built_with = _library().pager_built_with().decode()
+    except (AttributeError, OSError) as error:
+        why = f"pyg_sar/{_LIBRARY} can't be loaded: {error}"
         return f"{why}. It needs the PyTorch it was built with, and this is {torch.__version__}"
     if built_with != torch.__version__.partition("+")[0]:
         return f"it was built with PyTorch {built_with}, and this is {torch.__version__}"
     return None
+
+
+def counters() -> PagerCounters:
+    """Returns exact numbers of this moment: of the process's pager, or of memory that is kept."""
+    numbers = (c_int64 * len(fields(PagerCounters)))()
+    _call("pager_counters", numbers)
+    return PagerCounters(*numbers)
 
 
 def keep_freed(on: bool) -> bool:
@@ -137,7 +173,7 @@ def keep_freed(on: bool) -> bool:
     """
     if not sys.platform.startswith("linux") or why_missing() is not None:
         return False
-    return bool(torch.ops.pyg_sar.keep_freed(on))
+    return bool(_call("pager_keep_freed", on))
 
 
 class Pager:
@@ -186,7 +222,7 @@ class Pager:
         where = "" if directory is None else os.path.abspath(directory)
         place = f"a pager with its file in {where}" if where else "a pager"
         with _named(f"{place} can't be opened"):
-            torch.ops.pyg_sar.pager_open(arenas, budget or 0, where, io_threads)
+            _call("pager_open", arenas, budget or 0, os.fsencode(where), io_threads)
         self._open = True
 
     @property
@@ -198,16 +234,16 @@ class Pager:
     def budget(self, bytes: int | None) -> None:
         if bytes is not None and bytes < 1:
             raise ValueError(f"expected a budget of 1 byte or more, or None (got {bytes})")
-        self._calls().pager_budget(bytes or 0)
+        self._call("pager_budget", bytes or 0)
         self._budget = bytes
 
     def enter(self, arena: int | None) -> None:
         """Lets this thread's allocations come from an arena; ``None``: from the usual allocator."""
-        self._calls().pager_enter(-1 if arena is None else self._checked(arena))
+        self._call("pager_enter", -1 if arena is None else self._checked(arena))
 
     def turn(self, arena: int) -> None:
         """Says that an arena computes now: the one before it is farthest, the next one nearest."""
-        self._calls().pager_turn(self._checked(arena))
+        self._call("pager_turn", self._checked(arena))
 
     def move_out(self, arena: int) -> None:
         """Moves out all of an arena now, but for what is pinned.
@@ -215,9 +251,8 @@ class Pager:
         Raises:
             StoreError: There is no store, or it takes no more. Nothing is lost.
         """
-        calls = self._calls()
         with _named(f"arena {arena} can't be moved out"):
-            calls.pager_move_out(self._checked(arena))
+            self._call("pager_move_out", self._checked(arena))
 
     def touch(self, tensor: Tensor) -> bool:
         """Brings a tensor in. It may go out again when others come: see :meth:`pinned`.
@@ -253,11 +288,12 @@ class Pager:
 
     def wait(self) -> None:
         """Returns when nothing is left to be brought in or written ahead."""
-        self._calls().pager_wait()
+        self._call("pager_wait")
 
     def counters(self) -> PagerCounters:
         """Returns exact numbers of this moment."""
-        return PagerCounters(*self._calls().pager_counters())
+        self._check()
+        return counters()
 
     def close(self) -> None:
         """Gives PyTorch its own allocator back, and brings in all tensors that are still alive.
@@ -269,7 +305,7 @@ class Pager:
         """
         if self._open and os.getpid() == self._process:
             with _named("the pager can't be closed"):
-                torch.ops.pyg_sar.pager_close()
+                _call("pager_close")
             self._open = False
 
     def __enter__(self) -> Self:
@@ -281,21 +317,23 @@ class Pager:
     def _touch(self, tensor: Tensor, write: bool, pins: int) -> bool:
         if tensor.device.type != "cpu":
             raise ValueError(f"expected a tensor on the CPU (got one on {tensor.device})")
-        calls = self._calls()
         with _named("a tensor can't be brought in"):
-            return bool(calls.pager_touch(tensor, write, pins))
+            return bool(self._call("pager_touch", tensor.untyped_storage().data_ptr(), write, pins))
 
     def _checked(self, arena: int) -> int:
         if not 0 <= arena < self.arenas:
             raise ValueError(f"expected an arena from 0 to {self.arenas - 1} (got {arena})")
         return arena
 
-    def _calls(self) -> Any:
+    def _call(self, name: str, *arguments: object) -> int:
+        self._check()
+        return _call(name, *arguments)
+
+    def _check(self) -> None:
         if not self._open:
             raise StoreError("this pager is closed")
         if os.getpid() != self._process:
             raise StoreError("this pager is another process's, of which this one is a fork")
-        return torch.ops.pyg_sar
 
 
 @contextmanager

@@ -1,15 +1,16 @@
-// The pager as PyTorch's allocator of CPU tensors, and its operators.
+// The pager as PyTorch's allocator of CPU tensors, and the functions that Python calls.
 #if defined(__linux__)
 
 #include "pager.h"
 
 #include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
-#include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
+#include <type_traits>
 
 namespace pyg_sar::pager {
 namespace {
@@ -142,29 +143,72 @@ void close() {
 
 void enter(int64_t arena) { entered = {Pager::instance().generation(), arena}; }
 
-bool touch(const at::Tensor& tensor, bool write, int64_t pins) {
-  return Pager::instance().touch(static_cast<char*>(const_cast<void*>(tensor.storage().data())), write, pins);
+thread_local std::string failure;
+
+// Returns what work does, a number from 0 on; -1 for an error, whose text is kept.
+template <class Work>
+int64_t tried(const Work& work) {
+  try {
+    if constexpr (std::is_void_v<decltype(work())>) {
+      return work(), 0;
+    } else {
+      return work();
+    }
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  return -1;
 }
 
 }  // namespace
-
-TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
-  m.def("pager_built_with() -> str", [] { return std::string(TORCH_VERSION); });
-  m.def("pager_open(int arenas, int budget, str directory, int threads) -> ()", &open);
-  m.def("pager_close() -> ()", &close);
-  m.def("keep_freed(bool on) -> bool", &keep_freed);
-  m.def("pager_enter(int arena) -> ()", &enter);
-  m.def("pager_turn(int arena) -> ()", [](int64_t a) {
-    install_handler();
-    Pager::instance().turn(a);
-  });
-  m.def("pager_move_out(int arena) -> ()", [](int64_t a) { Pager::instance().move_out(a); });
-  m.def("pager_wait() -> ()", [] { Pager::instance().wait(); });
-  m.def("pager_budget(int bytes) -> ()", [](int64_t b) { Pager::instance().set_budget(b); });
-  m.def("pager_counters() -> int[]", [] { return Pager::instance().counters(); });
-  m.def("pager_touch(Tensor tensor, bool write, int pins) -> bool", &touch);
-}
-
 }  // namespace pyg_sar::pager
+
+// What Python calls. As operators of PyTorch these would take three times as long to compile.
+#define PYG_SAR_CALL extern "C" __attribute__((visibility("default")))
+
+using pyg_sar::pager::Pager;
+using pyg_sar::pager::tried;
+
+PYG_SAR_CALL const char* pager_built_with() { return TORCH_VERSION; }
+PYG_SAR_CALL const char* pager_error() { return pyg_sar::pager::failure.c_str(); }
+PYG_SAR_CALL int64_t pager_open(int64_t arenas, int64_t budget, const char* directory, int64_t threads) {
+  return tried([&] { pyg_sar::pager::open(arenas, budget, directory, threads); });
+}
+PYG_SAR_CALL int64_t pager_close() { return tried(&pyg_sar::pager::close); }
+PYG_SAR_CALL int64_t pager_keep_freed(int64_t on) {
+  return tried([&] { return pyg_sar::pager::keep_freed(on != 0); });
+}
+PYG_SAR_CALL int64_t pager_enter(int64_t arena) {
+  return tried([&] { pyg_sar::pager::enter(arena); });
+}
+PYG_SAR_CALL int64_t pager_turn(int64_t arena) {
+  return tried([&] {
+    pyg_sar::pager::install_handler();
+    Pager::instance().turn(arena);
+  });
+}
+PYG_SAR_CALL int64_t pager_move_out(int64_t arena) {
+  return tried([&] { Pager::instance().move_out(arena); });
+}
+PYG_SAR_CALL int64_t pager_wait() {
+  return tried([] { Pager::instance().wait(); });
+}
+PYG_SAR_CALL int64_t pager_budget(int64_t bytes) {
+  return tried([&] { Pager::instance().set_budget(bytes); });
+}
+// Writes the numbers of PagerCounters, and returns how many.
+PYG_SAR_CALL int64_t pager_counters(int64_t* out) {
+  return tried([&] {
+    const std::vector<int64_t> counters = Pager::instance().counters();
+    std::copy(counters.begin(), counters.end(), out);
+    return static_cast<int64_t>(counters.size());
+  });
+}
+// Of the memory of a tensor's storage.
+PYG_SAR_CALL int64_t pager_touch(void* data, int64_t write, int64_t pins) {
+  return tried([&] { return Pager::instance().touch(static_cast<char*>(data), write != 0, pins); });
+}
 
 #endif
