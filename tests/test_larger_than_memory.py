@@ -226,7 +226,7 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     """With dropout, whose random numbers each part draws in its own turn."""
     root = write(tmp_path, 6000, 6)
     (tmp_path / "store").mkdir()
-    limited = {"parts": 6, "timeout": 60, "memory": 72 * MB, "store": tmp_path / "store"}
+    limited = {"parts": 6, "timeout": 60, "memory": 80 * MB, "store": tmp_path / "store"}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
     for workers in (1, 3):
         found = pyg_sar.launch(train, workers, root, 2, **limited)
