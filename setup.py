@@ -7,6 +7,7 @@ the one that will load it: install with ``--no-build-isolation``.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ TARGET = "0x020a000000000000"  # PyTorch 2.10, the oldest that the kernels run i
 NAMES = {"_kernels": "the C++ kernels", "_pager": "the pager"}
 HEADERS = tuple(f"torch/csrc/stable/{name}.h" for name in ("library", "ops", "tensor"))
 HERE = Path(__file__).parent.resolve()
-COMPILER = os.environ.get("CXX", "c++")
+COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 # Files that take long: as many are compiled at once as there are cores. The others of a library are
 # compiled as one, as they read the same headers.
 LARGE = ("pager_allocator", "factored_backward", "gather_sum", "factored", "attention_avx2")
@@ -31,7 +32,7 @@ LARGE += ("weighted_rows", "extremum", "attention_avx512", "norms")
 
 def is_gcc() -> bool:
     """Says if the compiler is GCC, which takes a compiled header where options agree."""
-    told = subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=False)
+    told = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=False)
     return "Free Software Foundation" in told.stdout
 
 
@@ -73,7 +74,7 @@ class OptionalBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Compiles the files of all libraries at once, and links them."""
-        self.compiler.set_executables(compiler_so_cxx=[COMPILER, *self.compiler.compiler_so[1:]])
+        self.compiler.set_executables(compiler_so_cxx=[*COMPILER, *self.compiler.compiler_so[1:]])
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", cores or 1))) as pool:
             units = [unit for extension in self.extensions for unit in self.units(extension)]
@@ -109,13 +110,13 @@ class OptionalBuild(build_ext):
         header.write_text("".join(f"#include <{name}>\n" for name in HEADERS))
         folders = [f"-I{path}" for path in extension.include_dirs]
         flags = [*self.compiler.compiler_so[1:], *folders, *extension.extra_compile_args]
-        self.spawn([COMPILER, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+        self.spawn([*COMPILER, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"])
         return ["-include", str(header)]
 
     def check_compiler(self) -> None:
         """Raises an error where there is none."""
-        if shutil.which(COMPILER) is None:
-            raise OSError(f"there is no C++ compiler {COMPILER!r}")
+        if shutil.which(COMPILER[0]) is None:
+            raise OSError(f"there is no C++ compiler {COMPILER[0]!r}")
 
     def compiled(self, extension: Extension, file: Path, header: Future[list[str]]) -> str:
         """Compiles a file, and returns the object."""

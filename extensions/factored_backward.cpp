@@ -105,9 +105,9 @@ template <int kHeads, int kEach, Layout kLayout>
 struct FactoredSources {
   static constexpr int kOfTarget = Factors<kHeads>::kOfTarget;
   static constexpr bool kIsHalf = kLayout == Layout::kHalf;
-  static constexpr int kVectors = kIsHalf ? kHeads / 2 : kHeads * kEach;   // of a row
-  static constexpr int kProducts = kIsHalf ? kHeads / 2 : kHeads;           // of an edge
-  static constexpr int kEdges = kFull / kHeads;                            // of a group
+  static constexpr int kVectors = kIsHalf ? kHeads / 2 : kHeads * kEach;  // of a row
+  static constexpr int kProducts = kIsHalf ? kHeads / 2 : kHeads;         // of an edge
+  static constexpr int kEdges = kFull / kHeads;                           // of a group
   static constexpr int64_t kAhead = kVectors <= 2 ? 48 : kVectors <= 4 ? 24 : 20;
   Terms<float> t;
   Matrix<const float> grad_out;
