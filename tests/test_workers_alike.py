@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from oracle import Partitions, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn import GAT, GraphNorm
+from torch_geometric.nn import GAT, GCNConv, GraphNorm
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
-from pyg_sar.reduction import parameters
+from pyg_sar.tensors import rows
 from pyg_sar.tensors.rows import note_plain
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.run import RunConfig, say_kept, train_worker
@@ -193,6 +193,74 @@ def test_numbers_beside_rows_that_differ(begin, tmp_path):
         )
 
 
+class Between(torch.nn.Module):
+    """A layer of PyG between two of torch."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.lin, self.conv = torch.nn.Linear(channels, 8), GCNConv(8, 8)
+        self.norm, self.head = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+
+    def forward(self, x, edge_index):
+        return self.head(self.norm(self.conv(self.lin(x), edge_index)).relu())
+
+
+def other_parameters(root, which, how, distributed):
+    """A model of which ``which`` is another one at rank 1; and where one sees that it is."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = Between(data.num_features).double().train(how == "learns")
+    model = pyg_sar.distribute(model) if distributed else model
+    if how == "frozen":
+        model.requires_grad_(False)
+    tensor = dict([*model.named_parameters(), *model.named_buffers()])[which]
+    if pyg_sar.comm.current().rank == 1:
+        tensor.data.add_(0.25)
+    with torch.set_grad_enabled(how != "evaluates"):
+        out = model(data.x, data.edge_index)
+        if how == "learns":
+            F.cross_entropy(out, data.y).backward()
+        return float(out.sum())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("how", ["learns", "evaluates", "frozen"])
+def test_parameters_that_differ(how, distributed, tmp_path):
+    """Of a model that was not distributed, too; and of its layers of torch.
+
+    Behind a layer that was not distributed all workers have all rows, and may see that they differ.
+    """
+    root = Partitions(tmp_path)(make_graph(), 2)
+    named = ["lin.bias", "conv.lin.weight"]
+    named += ["head.weight"] if distributed or how == "learns" else []
+    named += ["norm.running_mean"] if distributed and how == "evaluates" else []
+    for which in named:
+        error = f"'{which}' differs between the workers|got different numbers beside tensors"
+        with pytest.raises(WorkerError, match=error):
+            parts(other_parameters, 2, root, which, how, distributed)
+
+
+def test_equal_parameters_that_are_not_distributed(tmp_path):
+    """The gradients, too, are those of one process."""
+    graph = make_graph()
+    root = Partitions(tmp_path)(graph, 2)
+
+    def trained(data):
+        torch.manual_seed(0)
+        model = Between(data.num_features).double()
+        loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
+        loss.backward()
+        model.eval()
+        with torch.no_grad():
+            score = model(data.x, data.edge_index).sum()
+        return [loss.detach(), score, *(p.grad for p in model.parameters())]
+
+    expected = trained(graph)
+    for found in parts(lambda: trained(pyg_sar.load_partition(root)), 2):
+        for ours, one_process in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, one_process, rtol=1e-10, atol=1e-12)
+
+
 def trained_on_unlike_processors(root):
     """Losses of some steps, and how often the workers compared what they hold."""
     comm, asked = pyg_sar.comm.current(), []
@@ -201,7 +269,7 @@ def trained_on_unlike_processors(root):
         asked.append(device)
         return "AVX2", f"model {comm.rank}"
 
-    parameters._processor = processor
+    rows._processor = processor
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, 3).double())

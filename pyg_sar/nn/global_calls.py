@@ -65,6 +65,7 @@ from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.tensors.node_tensor import is_transformed
 from pyg_sar.tensors.operands import wrap
 from pyg_sar.tensors.pointwise import known_rows
+from pyg_sar.tensors.rows import note_first
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -301,6 +302,8 @@ class _Call:
             for name, value in module._parameters.items():  # By torch.func.functional_call.
                 if isinstance(value, NodeTensor) and not isinstance(value, torch.nn.Parameter):
                     computed.append((module._parameters, name, value))
+                elif learns and value is not None and not value.requires_grad:
+                    note_first(value, self.comm)  # The sum of gradients has none of its own.
         if computed:
             values = [v.full_tensor() if isinstance(v, NodeTensor) else v for _, _, v in computed]
             values = Shared.apply(self.comm, *values) if learns else values

@@ -28,6 +28,7 @@ from pyg_sar.reduction.gradients import post_totals
 from pyg_sar.reduction.parameters import attribute_rows, check_tensors, replicas
 from pyg_sar.tensors import NodeTensor
 from pyg_sar.tensors.boundary import summed_gradients
+from pyg_sar.tensors.rows import notes
 
 
 class SharedParameters:
@@ -41,6 +42,7 @@ class SharedParameters:
         self._others: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
         self._taken: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._comm: Communicator | None = None
+        self._model: weakref.ref[torch.nn.Module] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return SharedParameters, ()
@@ -68,16 +70,10 @@ class SharedParameters:
         """Returns a line for each plain attribute of the layers, alike on all workers.
 
         Args:
-            comm: Of the workers of one graph, which have more alike: what plain tensors held of
-                which rows were taken, what stood beside rows, and the state that random generators
-                had when dropout, say, drew last.
+            comm: Of the workers of one graph, which have more alike.
         """
         rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
-        if comm is None:
-            return rows
-        plain, beside = f"plain tensors: {comm.plain}", "beside rows: "
-        beside += str(comm.beside if comm.compares else 0)
-        return [*rows, f"state of the random generators: {comm.drawn}", plain, beside]
+        return rows if comm is None else [*rows, *notes(comm)]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
         """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.
@@ -96,7 +92,8 @@ class SharedParameters:
     def compare(self, layer: torch.nn.Module, comm: Communicator) -> None:
         """Compares the workers' models where no backward pass will. Collective.
 
-        Once in a call of the model: when its first layer is called.
+        Once in a call of the model: when its first layer is called. Parameters outside of layers
+        are among them.
 
         Args:
             layer: The layer that is called.
@@ -106,9 +103,11 @@ class SharedParameters:
             ValueError: on every worker, when some differ.
         """
         if next((one for _, one in self.layers()), None) is layer:
+            model = None if self._model is None else self._model()
+            of = [("", model)] if model is not None else self.layers()
             named = [
-                (f"{name}.{own}", tensor)
-                for name, one in self.layers()
+                (f"{name}.{own}" if name else own, tensor)
+                for name, one in of
                 for own, tensor in replicas(one)
             ]
             check_tensors(named, self.settings(comm), comm)
@@ -120,6 +119,7 @@ class SharedParameters:
             comm: The communicator.
             model: The model.
         """
+        self._model = weakref.ref(model)
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, NodeTensor):
                 comm.shared_parameters[parameter] = weakref.ref(self), name

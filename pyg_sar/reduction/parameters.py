@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
 from pyg_sar.tensors import NodeMatrix, NodeTensor
-from pyg_sar.tensors.rows import unlike_plain
+from pyg_sar.tensors.rows import compare_notes, notes
 from pyg_sar.wording import counted
 
 # Rows that a worker owns ######################################################
@@ -108,17 +107,6 @@ def differ(found: Sequence[Any]) -> bool:
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
-def _processor(device: torch.device) -> tuple[str, str]:
-    """Returns what tells kinds of processors apart, and their model and number of threads."""
-    kind = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
-        kind = f"{kind} {torch.cuda.get_device_name(device)}"
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
-    model = next((line for line in lines if line.startswith("model name")), "")
-    return kind, f"{model}, {torch.get_num_threads()} threads"
-
-
 @torch.no_grad()
 def reconcile(
     named: Sequence[tuple[str, Tensor]], comm: Communicator, settings: Sequence[str] = ()
@@ -131,34 +119,10 @@ def reconcile(
         ValueError: on every worker, for larger ones, with the tensor's name and the ranks; for
             a setting that differs, with its layer and the ranks.
     """
-    # Unlike processors round in other ways what was computed alike.
-    kinds, models = map(set, zip(*comm.all_gather_object(_processor(comm.device)), strict=True))
-    rounded = (
-        "beside rows" if len(models) > 1 else None,
-        "plain tensors" if len(kinds) > 1 else None,
-    )
-    settings = [line for line in settings if line.partition(":")[0] not in rounded]
-    comm.compares &= len(models) == 1  # Else each step would come here.
-    unlike = first_difference(settings, comm)
+    noted = notes(comm)
+    unlike = first_difference([line for line in settings if line not in noted], comm)
     if unlike is not None:
         rank, here, first = unlike
-        if here.startswith("state of the random generators"):
-            raise ValueError(
-                f"The random generators of rank {rank} and rank 0 are in different states (this is "
-                f"rank {comm.rank}), so that dropout, say, draws different numbers: call "
-                "torch.manual_seed() alike on all workers, and draw nothing on some of them alone"
-            )
-        if here.startswith("plain tensors"):
-            raise ValueError(unlike_plain(f"Rank {rank} and rank 0", comm))
-        if here.startswith("beside rows"):
-            raise ValueError(
-                f"Rank {rank} and rank 0 got different numbers beside tensors of the graph (this "
-                f"is rank {comm.rank}): weights of classes or of a loss, say, a temperature, a "
-                "bound, a rate of dropout, a learned tensor outside of the model, or the number of "
-                "a snapshot, or called other operators. Do the same on all workers, and seed what "
-                "draws numbers (also numpy.random and random, which torch.manual_seed() doesn't "
-                "seed)"
-            )
         raise ValueError(
             f"A layer's attribute differs between the {comm.members}: '{here}' at {comm.member} "
             f"{rank}, '{first}' at {comm.member} 0 (this is {comm.member} {comm.rank}). Change it "
@@ -186,6 +150,7 @@ def reconcile(
                 "settings, and call load_state_dict() on all of them, or before distribute()"
             )
         tensor.data.copy_(low + (high - low) / 2)
+    compare_notes(comm)
 
 
 def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:

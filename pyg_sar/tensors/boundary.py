@@ -17,6 +17,7 @@ from torch import Tensor
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
 from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, ToLocal, rows_at
+from pyg_sar.tensors.operands import sum_compared
 from pyg_sar.tensors.rows import Rows, note_first
 
 _LABEL = ("", "backward", "gradient sum")
@@ -28,7 +29,7 @@ class Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label = _LABEL) -> Tensor:
         ctx.comm = comm
-        return comm.all_reduce(x.detach().clone(), label=label)
+        return sum_compared(x.detach().clone().contiguous(), comm, label, learns=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -62,18 +63,18 @@ def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tens
         values: The tensors.
         comm: The communicator.
     """
-    if comm.world_size == 1 or not torch.is_grad_enabled():
+    if comm.world_size == 1:
         return values
     found, rest = list(values), []
     for k, value in enumerate(values):
-        if value.requires_grad:
-            owner, name = comm.shared_parameters.get(value, (lambda: None, ""))
-            if (model := owner()) is None:
-                rest.append(k)
-            else:
-                found[k] = model.take(name, value, comm)
-    for k in rest:
-        note_first(values[k], comm)
+        owner, name = comm.shared_parameters.get(value, (lambda: None, ""))
+        model, learns = owner(), value.requires_grad and torch.is_grad_enabled()
+        if learns and model is not None:  # Whose sum of gradients compares it.
+            found[k] = model.take(name, value, comm)
+            continue
+        note_first(value, comm)
+        if learns:
+            rest.append(k)
     taken = Shared.apply(comm, *(values[k] for k in rest)) if rest else ()
     for k, value in zip(rest, taken, strict=True):
         found[k] = value

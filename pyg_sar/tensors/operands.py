@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.ledger import Label
 from pyg_sar.tensors.node_tensor import NodeTensor, refusal, whole
-from pyg_sar.tensors.rows import GATHER_LIMIT, Rows, note_plain
+from pyg_sar.tensors.rows import GATHER_LIMIT, Rows, compare_notes, note_plain, notes
 from pyg_sar.wording import counted
 
 
@@ -126,9 +129,36 @@ def summed(local: Tensor, rows: Rows) -> Tensor:
     kind = local.dtype
     if kind == torch.bool:
         local = local.to(torch.int32)
-    local = local.contiguous()
-    rows.comm.all_reduce(local, label=("", "", "node tensors"))
-    return local.to(kind)
+    return sum_compared(local.contiguous(), rows.comm, ("", "", "node tensors")).to(kind)
+
+
+def sum_compared(local: Tensor, comm: Communicator, label: Label, learns: bool = False) -> Tensor:
+    """Returns the sum over workers, which then have compared what they had beside rows.
+
+    A checksum of what each noted (:func:`pyg_sar.tensors.rows.notes`) goes along, unless a
+    distributed model learns: its sum of gradients has that, and says more of its layers.
+
+    Args:
+        local: This worker's, contiguous; the sum is written there.
+        comm: The workers.
+        label: For the ledgers.
+        learns: Whether a backward pass follows.
+
+    Raises:
+        ValueError: on every worker, when they noted different things.
+    """
+    later = learns and len(comm.shared_parameters)
+    narrow = local.element_size() < 4 or local.device.type != "cpu"
+    if comm.world_size == 1 or not comm.compares or later or narrow:
+        return comm.all_reduce(local, label=label)
+    marks = local.new_zeros(comm.world_size)
+    marks[comm.rank] = zlib.crc32("\n".join(notes(comm)).encode()) % 2**24  # as float32 has it
+    flat = comm.all_reduce(torch.cat([local.view(-1), marks]), label=label)
+    total, found = flat.split([local.numel(), comm.world_size])
+    if len({*found.tolist()}) > 1:
+        compare_notes(comm)
+    local.view(-1).copy_(total)
+    return local
 
 
 def identity(dtype: torch.dtype, op: str) -> float | int | bool:

@@ -12,6 +12,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -132,14 +133,68 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return whole.as_strided([whole.numel()], [1]).view(torch.uint8)
 
 
-def unlike_plain(ranks: str, comm: Communicator) -> str:
-    """Returns the error of workers that hold different plain tensors."""
-    return (
-        f"{ranks} hold different values in a plain tensor beside tensors of the graph (this is "
-        f"rank {comm.rank}): in ids or a mask that choose nodes, or in a row for each node, say. "
-        "Seed what draws it alike on all workers (also numpy.random and random, which "
-        "torch.manual_seed() doesn't seed), or take it from the data"
-    )
+def notes(comm: Communicator) -> list[str]:
+    """Returns a line for each kind of what a worker notes, alike on all workers of a graph.
+
+    That is the state that random generators had when dropout, say, drew last, what plain tensors
+    held of which rows were taken, and what stood beside rows.
+    """
+    beside = comm.beside if comm.compares else 0
+    return [f"drawn: {comm.drawn}", f"plain: {comm.plain}", f"beside rows: {beside}"]
+
+
+def compare_notes(comm: Communicator) -> None:
+    """Compares what the workers noted. Collective.
+
+    Raises:
+        ValueError: on every worker, when they noted different things.
+    """
+    # Unlike processors round in other ways what was computed alike.
+    everyone = comm.all_gather_object((*_processor(comm.device), *notes(comm)))
+    kinds, models, drawn, plain, beside = zip(*everyone, strict=True)
+    alike = len({*models}) == 1
+    comm.compares &= alike  # Else each step would come here.
+    for found, counts, error in (
+        (drawn, True, _UNLIKE_DRAWS),
+        (plain, len({*kinds}) == 1, _UNLIKE_PLAIN),
+        (beside, alike, _UNLIKE_BESIDE),
+    ):
+        rank = next((r for r, note in enumerate(found) if note != found[0]), 0)
+        if rank and counts:
+            both = f"rank {rank} and rank 0"
+            raise ValueError(error.format(both=both, who=both.capitalize(), rank=comm.rank))
+
+
+_UNLIKE_DRAWS = (
+    "The random generators of {both} are in different states (this is rank {rank}), so that "
+    "dropout, say, draws different numbers: call torch.manual_seed() alike on all workers, and "
+    "draw nothing on some of them alone"
+)
+_UNLIKE_PLAIN = (
+    "{who} hold different values in a plain tensor beside tensors of the graph "
+    "(this is rank {rank}): in ids or a mask that choose nodes, or in a row for each node, say. "
+    "Seed what draws it alike on all workers (also numpy.random and random, which "
+    "torch.manual_seed() doesn't seed), or take it from the data"
+)
+_UNLIKE_BESIDE = (
+    "{who} got different numbers beside tensors of the graph (this is rank "
+    "{rank}): parameters of a model that was not distributed, weights of classes or of a loss, "
+    "say, a temperature, a bound, a rate of dropout, a learned tensor outside of the model, or the "
+    "number of a snapshot, or called other operators. Call pyg_sar.distribute(model), which names "
+    "the parameter; do the same on all workers, and seed what draws numbers (also numpy.random and "
+    "random, which torch.manual_seed() doesn't seed)"
+)
+
+
+def _processor(device: torch.device) -> tuple[str, str]:
+    """Returns what tells kinds of processors apart, and their model and number of threads."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        kind = f"{kind} {torch.cuda.get_device_name(device)}"
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    model = next((line for line in lines if line.startswith("model name")), "")
+    return kind, f"{model}, {torch.get_num_threads()} threads"
 
 
 def all_to_all(
@@ -697,7 +752,7 @@ class Rows:
         answers = [self._directory[part - span * comm.rank] for part in asked]
         found = torch.cat(all_to_all(answers, comm))
         if found.numel() and int(found.min()) < 0:  # No worker holds such a row.
-            raise DistributedIndexError(unlike_plain("Workers", comm))
+            raise DistributedIndexError(_UNLIKE_PLAIN.format(who="Workers", rank=comm.rank))
         places = torch.empty_like(found)
         places[order] = found
         return places[:, 0], places[:, 1]

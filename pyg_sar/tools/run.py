@@ -282,7 +282,7 @@ def use_features(data: Data, *, own: bool) -> None:
         found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise UsageError(
             "The graph has no node features: data.x must have shape [num_nodes, F], F >= 1 (got "
-            f"{found})"
+            f"{found}). Of tables, `pyg-sar partition --features` names the columns"
         )
     if x.is_complex():
         raise UsageError(
