@@ -388,6 +388,7 @@ def test_environment_set_by_hand(light, tmp_path):
     assert told[1] == "ended well"
     for r in (0, 2):
         assert told[r].startswith("LostWorkerError: Rank 1 was lost: its program had already ended")
+        assert "look for a call that only some ranks make" in told[r]
 
     told = read_told(tmp_path, "fails")
     assert told.codes == [1, 1, 1]

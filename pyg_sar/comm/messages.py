@@ -303,6 +303,7 @@ def explain(
 
 # The failure record ###########################################################
 
+DESERTED = "its program had already ended"
 RESUME = (
     "The others can't go on without it: start all workers again; training resumes from the last "
     "checkpoint (pyg_sar.train.load_checkpoint)."
@@ -383,7 +384,8 @@ def to_error(record: Mapping[str, Any], me: int, parts: int | None = None) -> Py
         return WorkerError(f"{who} failed, which ends rank {me} as well: {how}", rank=rank)
     who = "The launcher" if rank == LAUNCHER else f"Rank {rank}{place_in(rank, parts)}"
     seen = f"noticed by rank {record['by']} during: {record['doing']}"
-    return LostWorkerError(f"{who} was lost: {how} ({seen}). {RESUME}", rank=rank)
+    remedy = f"{REMEDY}." if how == DESERTED else RESUME
+    return LostWorkerError(f"{who} was lost: {how} ({seen}). {remedy}", rank=rank)
 
 
 def is_consequence(error: BaseException | None, rank: int) -> bool:

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
 from pyg_sar.comm.heartbeats import START, Heartbeats
 from pyg_sar.comm.messages import (
+    DESERTED,
     LAUNCHER,
     GetProgress,
     OnFailure,
@@ -71,7 +72,6 @@ ASK = 20.0  # Seconds that the store may take to be reached.
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
 HALTED = "its process was stopped (SIGSTOP)"
-DESERTED = "its program had already ended (do all ranks run the same operations?)"
 
 
 def read_limits() -> tuple[float, float]:

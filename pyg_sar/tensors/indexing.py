@@ -65,6 +65,8 @@ def choose(rows: Rows, index: Tensor, negative: bool = True) -> Chosen:
         return Chosen(chosen, _source(chosen))
     if isinstance(index, NodeTensor):
         return Chosen(index.rows, rows.fetch_by(index, -rows.total if negative else 0))
+    if not negative and index.numel() and int(index.min()) < 0:
+        raise IndexError("index out of range in self")  # as torch
     chosen = rows.taken(index)
     return Chosen(chosen, _source(chosen))
 
