@@ -136,7 +136,8 @@ def test_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
     code = [text.replace("epochs=500", "epochs=50") for text in snippets("docs/training.md")]
-    run("docs/training.md", code[:2] + code[7:-1], MyModel=MyModel)  # The last: test_replicate.py.
+    chosen = code[:2] + code[7:-1]  # The last: test_replicate.py.
+    run("docs/training.md", chosen, MyModel=MyModel, torch=torch)
     assert {"report", "run.ckpt"} <= set(os.listdir())
 
 
