@@ -27,16 +27,18 @@ class Total(torch.autograd.Function):
     """The sum over workers, which every worker then holds: its adjoint is :class:`Shared`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label = _LABEL) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, label: Label = _LABEL, learns: bool = True
+    ) -> Tensor:
         ctx.comm = comm
-        return sum_compared(x.detach().clone().contiguous(), comm, label, learns=True)
+        return sum_compared(x.detach().clone().contiguous(), comm, label, learns)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(gradient, NodeTensor):  # where rows and what all workers hold were joined
             gradient = gradient.full_tensor()
         note_first(gradient, ctx.comm)
-        return Shared.apply(ctx.comm, gradient)[0], None, None
+        return Shared.apply(ctx.comm, gradient)[0], None, None, None
 
 
 class Shared(torch.autograd.Function):
@@ -102,7 +104,7 @@ def summed_gradients(
         ]
         there = [float(g is not None) for g in given]
         parts.append(torch.tensor(there, dtype=like.dtype, device=like.device))
-        total = Total.apply(torch.cat(parts), comm)
+        total = Total.apply(torch.cat(parts), comm, _LABEL, False)
         *sums, holders = total.split([part.numel() for part in parts])
         for k, part, count in zip(places, sums, holders.tolist(), strict=True):
             totals[k] = part.view(values[k].shape) if count else None
