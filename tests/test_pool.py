@@ -230,7 +230,10 @@ def test_functions(world: int, launch: Any, tmp_path: Path):
 
 
 def test_one_row_per_graph_travels(tmp_path: Path):
-    """The sum of 4 columns over 5 graphs: nothing per node, and nothing comes back."""
+    """The sum of 4 columns over 5 graphs: nothing per node, and nothing comes back.
+
+    With it go checksums, one number for each of 2 workers.
+    """
 
     def worker(root: Path) -> list[int]:
         data = pyg_sar.load_partition(root)
@@ -243,4 +246,4 @@ def test_one_row_per_graph_travels(tmp_path: Path):
                 out.square().sum().backward()
         return [there, ledger.sent - there]
 
-    assert workers(worker, 2, written(tmp_path, 2)) == [[GRAPHS * CHANNELS * 8, 0]] * 2
+    assert workers(worker, 2, written(tmp_path, 2)) == [[(GRAPHS * CHANNELS + 2) * 8, 0]] * 2

@@ -235,12 +235,13 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
         # What is left are sums of losses and parameter gradients; of an evaluation three sums of
-        # 8 bytes for each split, four such numbers by which each of the two layers compares the
-        # workers' calls, and at most 256 bytes by which evaluate() compares the workers' weights.
+        # 8 bytes for each split, with a checksum of each of 3 workers, four such numbers by which
+        # each of the two layers compares the workers' calls, and at most 256 bytes by which
+        # evaluate() compares the workers' weights.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
         assert rest == rest[:2] * 2
-        assert 0 <= rest[1] - rest[0] - (3 * 3 + 2 * 4) * 8 <= 256
+        assert 0 <= rest[1] - rest[0] - (3 * 3 * (1 + 3) + 2 * 4) * 8 <= 256
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
