@@ -208,11 +208,11 @@ class Between(torch.nn.Module):
 def other_parameters(root, which, how, distributed):
     """A model of which ``which`` is another one at rank 1; and where one sees that it is."""
     data = pyg_sar.load_partition(root)
-    teacher = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
-    if how == "learns":
-        with torch.no_grad():
-            teacher(data.x, data.edge_index)
     torch.manual_seed(0)
+    # Another model, which is distributed and doesn't learn, compares nothing for this one.
+    teacher = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
+    with torch.no_grad():
+        teacher(data.x, data.edge_index)
     model = Between(data.num_features).double().train(how == "learns")
     model = pyg_sar.distribute(model) if distributed else model
     if how == "frozen":

@@ -31,7 +31,8 @@ same operator on tensors without memory, and a worker's rows lie in the same ord
 
 [Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
-taken of is, and the next sum of gradients compares the notes. Gradients are where losses were
+taken of is, and the next sum of gradients compares the notes, or a sum over rows where no
+distributed model learns (``sum_compared`` of ``operands.py``). Gradients are where losses were
 scaled, and where a backward pass begins.
 """
 

@@ -73,9 +73,9 @@ _FIRST = 2**12  # numbers that are read of what operators and gradients hold
 def note_plain(tensor: Tensor, comm: Communicator) -> None:
     """Notes what a plain tensor holds, of which each worker takes its rows, or ids of rows.
 
-    All workers must hold the same. The next sum of gradients compares what they have noted
-    (:meth:`pyg_sar.nn.shared_parameters.SharedParameters.settings`), so that nothing more is sent.
-    Of a gradient, and of what learns, the first numbers tell.
+    All workers must hold the same. The next sum of gradients, or of rows, compares what they have
+    noted (:func:`notes`), so that no other message is sent. Of a gradient, and of what learns, the
+    first numbers tell.
 
     Args:
         tensor: The tensor.
