@@ -244,6 +244,21 @@ def test_parameters_that_differ(how, distributed, tmp_path):
             parts(other_parameters, 2, root, which, how, distributed)
 
 
+def other_weights(root):
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    teacher = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
+    teacher(data.x, data.edge_index)
+    torch.manual_seed(pyg_sar.comm.current().rank)
+    torch.nn.Linear(data.num_features, 3).double()(data.x).square().mean().backward()
+
+
+def test_gradients_of_a_model_that_is_not_distributed(root):
+    """The distributed one has no backward pass, whose sum would compare them."""
+    with pytest.raises(WorkerError, match="got different numbers beside tensors"):
+        parts(other_weights, 2, root)
+
+
 def test_equal_parameters_that_are_not_distributed(tmp_path):
     """The gradients, too, are those of one process."""
     graph = make_graph()
