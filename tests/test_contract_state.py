@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -300,12 +302,19 @@ class Modes(MessagePassing):
         self.net, self.function = Linear(CHANNELS, CHANNELS), torch.tanh
         self.scale, self.pair, self.kind, self.factor = 2.0, (1.0, 2.0), [1, [2]], torch.tensor(1.5)
         self.table = {"first": 1.5, "inner": {"a": 1.0}}
+        self.register_buffer("shift", torch.ones(CHANNELS))
+        self.register_buffer("table_of_rows", torch.ones(2**15, CHANNELS))
+        self.base, self.array, self.early = torch.ones(CHANNELS), np.ones(2), 2.0
+        self.settings = SimpleNamespace(rate=1.0)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
         sent = self.function(self.net(x_j) * x_i * self.scale) * self.pair[1] * self.factor
+        sent = sent + (x_j + self.shift + self.base + self.table_of_rows[3]).tanh()
+        factors = self.array[1], self.settings.rate, getattr(self, "early", 5.0)
+        sent = sent * float(np.prod(factors)) * (3.0 if hasattr(self, "late") else 1.0)
         sent = sent * self.table["first"] + self.table["inner"].get("a", 3.0) * x_j.sin()
         return sent if isinstance(self.kind[1], list) else sent * x_j
 
@@ -329,6 +338,16 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "names of a dict": other_names,
     "a module": lambda layer: setattr(layer, "net", Linear(CHANNELS, CHANNELS).double()),
     "an aggregation": lambda layer: setattr(layer, "aggr_module", gnn.aggr.MulAggregation()),
+    "a buffer in place": lambda layer: layer.shift.add_(2.0),
+    "a tensor in place": lambda layer: layer.base.add_(2.0),
+    "an array in place": lambda layer: layer.array.fill(3.0),
+    "a field of an object": lambda layer: setattr(layer.settings, "rate", 4.0),
+    "one that was missing": lambda layer: setattr(layer, "late", True),
+    "one that is deleted": lambda layer: delattr(layer, "early"),
+}
+WRITTEN: dict[str, Callable[[Any], None]] = {
+    "Modes.table_of_rows": lambda layer: layer.table_of_rows.add_(2.0),
+    "Modes.net.bias": lambda layer: layer.net.bias.data.add_(2.0),
 }
 
 
@@ -362,6 +381,19 @@ def test_rule_4_attributes_are_those_of_the_forward_pass(mode: int, graph: Data,
     for found in both(worker, WORLD) if mode == 1 else parts(worker, WORLD):
         wrong = {name: max(map(error, numbers, expected[name])) for name, numbers in found.items()}
         assert_small(wrong, TOLERANCE, f"mode {mode}")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_rule_4_what_is_not_copied_is_an_error_where_it_is_written(name: str, root: Path):
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(Modes("std").double())
+        loss = node_losses(layer(leaf(data), data.edge_index)).mean()
+        WRITTEN[name](layer)
+        with pytest.raises(DistributedIndexError, match=f"{name} was written in place"):
+            loss.backward()
+
+    parts(worker, WORLD)
 
 
 class Scaled(MessagePassing):

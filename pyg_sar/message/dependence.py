@@ -225,8 +225,8 @@ class Observation:
         try:
             with (
                 preserved_attributes(self._layer, buffers=True) as sets,
-                without_statistics(self._layer, Reductions()),
                 self.watching(),
+                without_statistics(self._layer, Reductions()),
             ):
                 mapped = program.finished(self._tile, self._out, values, given, self.log)
             found = self._found(program, mapped, values_needed)

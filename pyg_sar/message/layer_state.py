@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from inspect import Parameter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -208,12 +209,64 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class _Held:
+    """An attribute, or a parameter, buffer or module, as it is now; small tensors by their values.
+
+    Args:
+        registry: Where it is, by its name.
+        name: The name.
+        title: How errors name it.
+    """
+
+    def __init__(self, registry: dict[str, Any], name: str, title: str) -> None:
+        self.registry, self.name, self._title = registry, name, title
+        self._watched: list[tuple[Tensor, int, Tensor | None]] = []
+        self._value = registry[name]
+        self.value = _copied(self._value, self._copy)
+        """What a run sees in its place."""
+
+    def _copy(self, value: Any) -> Any:
+        """Returns a copy of what may be written in place, but for parameters and large tensors."""
+        if isinstance(value, np.ndarray) or _is_record(value):
+            return copy.copy(value)
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            return value
+        copied = value.detach().clone() if value.numel() <= _SMALL else None
+        self._watched.append((value, version_of(value), copied))
+        return value if copied is None or value.requires_grad else copied
+
+    def is_as_it_was(self) -> bool:
+        """Says if it is what it was.
+
+        Raises:
+            DistributedIndexError: A parameter, or a large tensor, was written in place.
+        """
+        for tensor, version, copied in self._watched:
+            # On a GPU the values are not looked at: this would wait for it.
+            looked_at = copied is not None and not tensor.is_cuda
+            if version_of(tensor) == version and (not looked_at or _alike(tensor, copied)):
+                continue
+            if copied is not None and not tensor.requires_grad:
+                return False
+            raise DistributedIndexError(
+                f"{self._title} was written in place after the layer's call and before its "
+                "backward pass, which computes messages again: give the layer another tensor "
+                "(`layer.x = layer.x + 1`), or set SARPolicy(mode=2), which keeps messages"
+            )
+        now = self.registry.get(self.name, _NOTHING)
+        if now is not self._value:
+            return isinstance(self._value, (*_BY_VALUE, Tensor)) and _alike(now, self.value)
+        changes = isinstance(now, (*_CONTAINERS, tuple, np.ndarray)) or _is_record(now)
+        return not changes or _alike(now, self.value)
+
+
 class AmbientState:
     """Random numbers, autocast, and a layer's state at a moment: to compute again as at first.
 
     Others stand for the parameters and buffers within ``torch.func.functional_call``, say. Modules,
     numbers, functions, tensors and containers that are attributes may be others by the backward
-    pass. Tensors with a graph are not kept: each step's would keep the graph of the step before.
+    pass, may be written in place, and may be missing then, or have been missing at first. Tensors
+    with a graph are not kept: each step's would keep the graph of the step before.
 
     Args:
         device: The device that the layer computes on.
@@ -223,13 +276,17 @@ class AmbientState:
     def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
         self._training = [(module, module.training) for module in layer.modules()]
-        registries: list[Any] = [
-            r for m in layer.modules() for r in (m._parameters, m._buffers, m._modules) if r
-        ]
-        self._state: list[tuple[Any, dict[str, Any]]] = [(r, dict(r)) for r in registries]
-        for own in map(vars, layer.modules()):
+        self._held: list[_Held] = []
+        self._names: list[tuple[dict[str, Any], set[str]]] = []
+        for title, module in layer.named_modules():
+            own = vars(module)
             kept = [k for k, v in own.items() if k not in _OF_PYG and _kept(v)]
-            self._state.append((own, {k: _copied(own[k]) for k in kept}))
+            some: list[tuple[Any, list[str]]] = [(own, kept)]
+            some += [(r, [*r]) for r in (module._parameters, module._buffers, module._modules)]
+            for registry, names in some:
+                prefix = f"{type(layer).__name__}.{title}." if title else f"{type(layer).__name__}."
+                self._held += [_Held(registry, name, prefix + name) for name in names]
+                self._names.append((registry, set(registry)))
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -247,11 +304,16 @@ class AmbientState:
         devices = [self.device] if self._cuda is not None else []
         now = [(module, module.training) for module, _ in self._training]
         others = [
-            (registry, name, _copied(held), registry[name])
-            for registry, values in self._state
-            for name, held in values.items()
-            if not _same(registry.get(name, held), held)
+            (held.registry, held.name, _copied(held.value))
+            for held in self._held
+            if not held.is_as_it_was()
         ]
+        others += [
+            (registry, name, _NOTHING)
+            for registry, names in self._names
+            for name in registry.keys() - names - _OF_PYG
+        ]
+        put = [(*other, other[0].get(other[1], _NOTHING)) for other in others]
         with torch.random.fork_rng(devices=devices), self.autocast():
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:
@@ -259,13 +321,13 @@ class AmbientState:
             try:
                 for module, training in self._training:
                     module.training = training
-                for registry, name, held, _ in others:
-                    registry[name] = held
+                for registry, name, held, _ in put:
+                    _set(registry, name, held)
                 yield
             finally:
-                for registry, name, held, other in others:
-                    if registry[name] is held:  # What the message has put there is its change.
-                        registry[name] = other
+                for registry, name, held, other in put:
+                    if registry.get(name, _NOTHING) is held:  # Else the message has changed it.
+                        _set(registry, name, other)
                 for module, training in now:
                     module.training = training
 
@@ -275,6 +337,8 @@ class AmbientState:
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
+_BY_VALUE = (*_NUMBERS, *_CONTAINERS)
+_SMALL = 1 << 16  # Numbers of a tensor that is copied for the backward pass.
 _OWN = frozenset({"_edge_type", "_facts", "own_graphs"})
 _INTERNAL = frozenset({*vars(torch.nn.Module()), *_OWN})
 _OF_PYG = frozenset(
@@ -372,24 +436,34 @@ class Snapshot:
         return version_of(buffer) != version or (version < 0 and not _alike(buffer, saved))
 
 
-def _copied(value: Any) -> Any:
-    """Returns a copy of a container, of whatever depth; tensors stay the same.
+def _copied(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Returns a copy of a container, of whatever depth; ``leaf`` of all else, which stays the same.
 
     PyTorch's ``tree_map`` would leave a cycle of its own functions for the collector.
     """
-    if type(value) is tuple:
-        return tuple(map(_copied, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
+    if isinstance(value, tuple):
+        items = [_copied(item, leaf) for item in value]
+        if type(value) is tuple:
+            return tuple(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
     if not isinstance(value, _CONTAINERS):
-        return value
+        return leaf(value)
     found: Any = copy.copy(value)
     if isinstance(value, dict):
-        found.update({k: _copied(v) for k, v in value.items()})
+        found.update({k: _copied(v, leaf) for k, v in value.items()})
     elif not isinstance(value, set):
         for k, item in enumerate(value):
-            found[k] = _copied(item)
+            found[k] = _copied(item, leaf)
     return found
+
+
+def _is_record(value: Any) -> bool:
+    """Says if a value is an object of the user's with fields that are numbers or texts alone."""
+    fields = getattr(value, "__dict__", None)
+    if not isinstance(fields, dict) or callable(value) or isinstance(value, Tensor):
+        return False
+    return all(isinstance(field, _NUMBERS) for field in fields.values())
 
 
 def _kept(value: Any) -> bool:
@@ -398,12 +472,15 @@ def _kept(value: Any) -> bool:
         return type(value) is Tensor and value.grad_fn is None
     if isinstance(value, _CONTAINERS) or type(value) is tuple:
         return all(map(_kept, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _NUMBERS) or callable(value)
+    is_state = isinstance(value, (*_NUMBERS, np.ndarray))
+    return is_state or callable(value) or _is_record(value)
 
 
-def _same(now: Any, held: Any) -> bool:
-    """Says if an attribute is what it was, containers by what they hold."""
-    return now is held or (isinstance(held, (*_NUMBERS, *_CONTAINERS)) and _alike(now, held))
+def _set(registry: dict[str, Any], name: str, value: Any) -> None:
+    if value is _NOTHING:
+        registry.pop(name, None)
+    else:
+        registry[name] = value
 
 
 def _refill(container: Any, contents: Any) -> None:
@@ -432,6 +509,12 @@ def _alike(left: Any, right: Any) -> bool:
         return list(left) == list(right) and all(map(_alike, left.values(), right.values()))
     if isinstance(left, list | tuple | deque):
         return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(
+            left, right, equal_nan=left.dtype.kind in "fc"
+        )
+    if _is_record(left):
+        return bool(vars(left) == vars(right))
     try:
         return bool(left == right)
     except (RuntimeError, TypeError, ValueError):

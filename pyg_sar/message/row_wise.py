@@ -285,7 +285,7 @@ class RowCheck:
         given = {**own, **(numbers or {}), "index": at_targets, "edge_index_i": at_targets}
         try:
             with preserved_attributes(self.layer, buffers=False) as seen.sets:
-                with without_statistics(self.layer, seen.log), seen.watching(Asked(trace), trace):
+                with seen.watching(Asked(trace), trace), without_statistics(self.layer, seen.log):
                     out, moved, given = self.program.call(seen.values, given)
                 changes = [*state.changes()]
                 nodes = self._updated(trace, out, moved, own)

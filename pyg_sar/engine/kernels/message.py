@@ -214,7 +214,7 @@ class Messages(Kernel):
         raise DistributedIndexError(
             f"the message of {self.title} came out differently when it was computed again for the "
             "backward pass: it is not deterministic, or reads what has changed since and is "
-            "neither an argument nor an attribute of the layer (a global, a field of an object): "
+            "neither an argument nor an attribute of the layer (a global, a tensor in an object): "
             "make that an attribute. SARPolicy(mode=2) keeps messages instead of recomputing them"
         )
 
