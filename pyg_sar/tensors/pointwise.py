@@ -73,7 +73,7 @@ def by_element(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("detach_")
 def _detached(func: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor itself: the operator comes here in inference mode alone, where nothing has a graph."""
+    """Returns the tensor itself: it comes in inference mode alone, where nothing has a graph."""
     return args[0]
 
 
