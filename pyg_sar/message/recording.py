@@ -1,7 +1,8 @@
 """The operators of a run of a message, and the questions that they answer.
 
 They are those below autograd (``aten``), of which every other is composed, with their arguments and
-results; where inference mode has no autograd, too. Tensors are followed by their memory, so that views and writes in place need no care.
+results, in inference mode as well. Tensors are followed by their memory, so that views and writes
+in place need no care.
 
 [Note: products] ``edge_weight.view(-1, 1) * x_j`` is the message of GCNConv, GraphConv and many
 others. That a message is one is read off what it does: one multiplication, of the source rows and
