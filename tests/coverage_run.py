@@ -118,6 +118,16 @@ def one_pass(
     )
 
 
+def evaluated_first(case: Case, module: torch.nn.Module, data: Data, mode: Any) -> Pass:
+    """A pass whose module was called once before, in ``mode``; with that call's results."""
+    given = leaves(case, data, torch.float64, 0)
+    with mode():
+        first = [whole(out.clone()) for out in tensors_of(invoke(case, module, given))]
+    found = one_pass(case, module, data)
+    found.outs += first
+    return found
+
+
 def build(case: Case, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """The plain module, from the same parameters every time."""
     torch.manual_seed(1)
@@ -192,6 +202,21 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
         left=ledger.resident_rows(),
         hosted=pyg_sar.comm.current().host is not None,
     )
+
+
+def run_first(
+    roots: Mapping[str, Path], jobs: Mapping[str, tuple[Case, torch.nn.Module]], mode: Any
+) -> dict[str, Pass | str]:
+    """A worker's part of cases that are called in ``mode`` first; what they raise in its place."""
+    found: dict[str, Pass | str] = {}
+    modules = {name: pyg_sar.distribute(copy.deepcopy(plain)) for name, (_, plain) in jobs.items()}
+    for name, (case, _) in jobs.items():
+        data = pyg_sar.load_partition(roots[case.graph])
+        try:
+            found[name] = evaluated_first(case, modules[name], data, mode)
+        except (RuntimeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def counted_pass(case: Case, module: torch.nn.Module, data: Data) -> pyg_sar.Ledger:

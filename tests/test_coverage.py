@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from coverage_case import GRAPHS
-from coverage_judge import WORLD, Outcome, judge
+from coverage_judge import WORLD, Outcome, exact_errors, judge
 from coverage_modules import TABLES
 from coverage_report import TITLE, render, verdicts_in
-from oracle import Partitions
+from coverage_run import Pass, build, evaluated_first, run_first
+from oracle import Partitions, assert_small, parts
 from torch_geometric.data import Data
+
+from pyg_sar.errors import OneShotWarning
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "what-runs.md"
 CASES = {
@@ -69,6 +75,27 @@ def test_case(
     outcome = judge(name, case, data, partitions(data, WORLD, "random"), precise)
     outcomes[name] = outcome
     assert not outcome.problems, outcome
+
+
+def test_a_first_call_in_inference_mode(graphs: dict[str, Data], partitions: Partitions):
+    """It gives PyG's results, and so does the training step after it."""
+    jobs, expected, mode = {}, {}, torch.inference_mode
+    for name in sorted(FIRST):
+        case, wanted = CASES[name], name.startswith(("conv:", "models:"))
+        left_out = case.refused or case.unavailable or case.no_layer or case.default_double
+        if wanted and not left_out:
+            jobs[name] = case, build(case)
+            plain = copy.deepcopy(jobs[name][1])
+            expected[name] = evaluated_first(case, plain, graphs[case.graph], mode)
+    roots = {name: partitions(data, WORLD, "random") for name, data in graphs.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OneShotWarning)
+        everyone = parts(run_first, WORLD, roots, jobs, mode)
+    for name, (case, _) in jobs.items():
+        found = [worker[name] for worker in everyone]
+        passes = [one for one in found if isinstance(one, Pass)]
+        assert passes == found, (name, found)
+        assert_small(exact_errors(passes, expected[name]), case.tolerance, name)
 
 
 def test_the_document_is_in_step(request: pytest.FixtureRequest, outcomes: dict[str, Outcome]):

@@ -28,8 +28,10 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    copied,
     error,
     make_graph,
+    parts,
     two_islands,
     whole,
     workers,
@@ -546,6 +548,23 @@ def test_order_dependent_aggregations(partitions: Partitions):
         job = Job(ordered_layer(name), partitions(data, 3, "random"), (), MODES[:2])
         sweep.add(name, job, data)
     sweep.check()
+
+
+def without_gradients(layer: torch.nn.Module, root: Any, mode: Any) -> torch.Tensor | None:
+    data = pyg_sar.load_partition(root)
+    with mode():
+        return whole(pyg_sar.distribute(copied(layer))(data.x, data.edge_index).clone())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_order_dependent_aggregations_without_gradients(mode: Any, partitions: Partitions):
+    """Each in a thread that has recorded nothing before."""
+    data = ordered_graph()
+    for name in ORDERED:
+        layer = ordered_layer(name)
+        expected = layer(data.x, data.edge_index).detach()
+        for out in parts(without_gradients, 2, layer, partitions(data, 2, "random"), mode):
+            assert error(out, expected) < TOLERANCE, name
 
 
 def in_another_order(layer: torch.nn.Module, root: Any) -> torch.Tensor:

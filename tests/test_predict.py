@@ -236,6 +236,11 @@ class Types(nn.Module):
         return self.conv(x, {key: edges[key] for key in kept})
 
 
+def by_type(model: Any, data: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = model(data.x_dict, data.edge_index_dict)
+    return found
+
+
 def test_node_types(tmp_path: Path):
     data, model = make_hetero(), Types()
     with torch.no_grad():
@@ -250,6 +255,14 @@ def test_node_types(tmp_path: Path):
     workers(worker, 3)
     assert close(np.load(tmp_path / "out.npy"), expected)
     assert close(pyg_sar.infer(model, data, node_type="paper"), expected)
+    asked: list[Any] = [by_type, lambda m, d: by_type(m, d)["paper"]]
+    for forward in asked:
+        rows = pyg_sar.infer(model, data, node_type="paper", forward=forward)
+        assert close(rows, expected)
+    found = pyg_sar.infer(model, data, node_type="paper", forward=by_type, parts=3)
+    assert close(found, expected)
+    with pytest.raises(ValueError, match=r"4 nodes of rank 0 .got dict.: pass .* that does"):
+        pyg_sar.infer(model, data, node_type="venue", forward=by_type)
     with pytest.raises(ValueError, match="'node_type' to be one of"):
         pyg_sar.infer(model, data)
 

@@ -193,6 +193,27 @@ def test_as_one_process_draws_and_as_any_number_of_workers(name, parts):
         assert not torch.allclose(expected["same"][0], expected["keyed"][0])
 
 
+def inferred_first(model, data):
+    """Those of two steps after a call in inference mode, with its outputs."""
+    torch.manual_seed(4)
+    with torch.inference_mode():
+        out = whole(model(*arguments(model, data, data.x)).clone())
+    outs, *others = two_steps(model, data)
+    return torch.cat([out, outs], 1), *others
+
+
+def test_a_first_call_in_inference_mode_draws_as_one_process(parts):
+    models = [made(name) for name in MODELS]
+
+    def worker():
+        data = pyg_sar.load_partition(parts / "2")
+        return [inferred_first(pyg_sar.distribute(copy.deepcopy(m)), data) for m in models]
+
+    results = host(worker, 2)
+    for k, (name, model) in enumerate(zip(MODELS, models, strict=True)):
+        assert_same(alike([found[k] for found in results]), inferred_first(model, DATA), name)
+
+
 def test_as_one_process_draws_where_a_part_has_no_nodes(parts):
     policies = [*random("same", POLICIES[::3]), SARPolicy(mode=3, random="keyed")]
     names = combinations.some(list(MODELS), "no nodes", 3)

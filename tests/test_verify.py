@@ -289,8 +289,9 @@ def test_mistakes(flaw: str, graph: Data):
         with pytest.raises(ValueError, match=r"no \['nope'\]; it has .*edge_index"):
             pyg_sar.verify(Net(), graph, call=call_with(["nope"]))
     else:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
             pyg_sar.verify(gnn.GCN(CHANNELS + 1, 8, 2, OUT), graph)
+        assert "plain PyG in one process" in caught.value.__notes__[0]
         assert torch.get_default_dtype() == torch.float32
         broken = graph.clone()
         broken.x[3, 0] = math.nan

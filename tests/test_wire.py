@@ -20,11 +20,12 @@ from oracle import (
     error,
     make_graph,
     node_losses,
+    whole,
     workers,
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import MessagePassing
 
 import pyg_sar
@@ -101,12 +102,9 @@ def test_rows_arrive_as_integers_with_a_scale(name: str, dtype: torch.dtype):
         for count in (0, 1, 3, 257, 5000):
             rows = torch.randn(count, width, dtype=dtype)
             found = travelled(wire, rows)
-            if count == 0 or width == 1:  # A message would not be smaller.
-                assert torch.equal(found, rows) and not wire.narrows(rows)
-                continue
             message = -(-width * bits // 8) + 2 * dtype.itemsize
-            if message >= width * dtype.itemsize:
-                assert wire.encode(rows) is rows
+            if message >= width * dtype.itemsize:  # A message would not be smaller.
+                assert wire.encode(rows) is rows and torch.equal(found, rows)
                 continue
             assert wire.encode(rows).shape == (count, message)
             assert wire.encode(rows).dtype == torch.uint8
@@ -393,6 +391,40 @@ def test_parts_hosted_together_round_the_same_rows(root: Path):
     workers(hosted_or_not, WORLD, root, small)
     with pytest.raises(Exception, match=r"of \d+ chunks, .*"):
         host(hosted_or_not, WORLD, root, small)
+
+
+def of_one_edge(data: Any, ready: Any) -> list[Tensor | None]:
+    """Results and gradients of a layer whose rows, and gradients of rows, no wire changes."""
+    torch.manual_seed(5)
+    layer = gnn.SAGEConv((16, 16), 24, aggr="sum").double()
+    with torch.no_grad():
+        layer.lin_l.weight.copy_(torch.eye(24, 16))
+    layer = ready(layer)
+    x = data["a"].x.clone().requires_grad_()
+    out = layer((x, data["b"].x), data["a", "to", "b"].edge_index)
+    out.sum().backward()
+    return [whole(t) for t in (out.detach(), x.grad, *(p.grad for p in layer.parameters()))]
+
+
+def test_empty_halos_are_as_narrow_as_others(tmp_path: Path):
+    """One edge leads to another worker's node, so that only one worker has a halo."""
+    data, draw = HeteroData(), torch.Generator().manual_seed(3)
+    for name in ("a", "b"):
+        data[name].x = torch.randint(2, (6, 16), generator=draw).double()
+    data["a", "to", "b"].edge_index = torch.tensor([[0], [0]])
+    owners = torch.arange(6) % 3
+    pyg_sar.write_partitions(data, 3, tmp_path, {"a": owners, "b": (owners + 1) % 3})
+    expected = of_one_edge(data, lambda layer: layer)
+    policies = [SARPolicy(wire=n, mode=m) for n in ("exact", *NARROW, *BITS) for m in (1, 3)]
+
+    def worker() -> Any:
+        mine = pyg_sar.load_partition(tmp_path)
+        return [of_one_edge(mine, lambda m, p=p: pyg_sar.distribute(m, p)) for p in policies]
+
+    for found in (*workers(worker, 3), *host(worker, 3)):
+        for policy, results in zip(policies, found, strict=True):
+            for one, right in zip(results, expected, strict=True):
+                assert error(one, right) < TOLERANCE, policy
 
 
 def test_integers_are_exact_in_a_layer(root: Path, graph: Data):

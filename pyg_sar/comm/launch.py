@@ -81,7 +81,8 @@ def launch(
     ``pyg_sar.comm.current()`` is its communicator. PyTorch's default dtype and the states of the
     random generators (PyTorch's on the CPU, NumPy's, Python's) are those of the calling process.
     Functions and arguments may come from a notebook or a script's ``__main__``, closures and
-    lambdas included.
+    lambdas included. Such a function travels by value, with only the names that its code mentions:
+    ``globals()["name"]`` finds nothing in it.
 
     With ``parts``, each worker computes several parts of the graph in turn: ``fn`` runs once for
     each part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).

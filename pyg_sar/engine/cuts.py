@@ -331,11 +331,10 @@ def split_edges(
             chosen = costs
         if chosen is None:
             return (None,)
-        with torch.inference_mode(False):
-            cuts = Cuts(edge_index, chosen, numbered)
-            if not cuts.is_worth_it:
-                return (None,)
-            return (SplitEdges(edge_index, cuts, numbered, by_source),)
+        cuts = Cuts(edge_index, chosen, numbered)
+        if not cuts.is_worth_it:
+            return (None,)
+        return (SplitEdges(edge_index, cuts, numbered, by_source),)
 
     key = "split", costs, near, numbered, by_source
     found: SplitEdges | None = edge_index.remember_together(key, make)[0]

@@ -66,8 +66,8 @@ class Wire:
         return f"Wire({self.name!r})"
 
     def narrows(self, rows: Tensor) -> bool:
-        """True where these rows are rounded."""
-        if self.name == "exact" or rows.dtype not in _NARROWED or rows.numel() == 0:
+        """True where rows of this dtype and width are rounded, however many there are."""
+        if self.is_exact or rows.dtype not in _NARROWED or not rows.size(1):
             return False
         return not self._bits or self._columns(rows) < rows.size(1) * rows.element_size()
 
@@ -112,7 +112,7 @@ class Wire:
         shifts = torch.arange(each, dtype=torch.uint8, device=rows.device) * self._bits
         header = scale.view(torch.uint8)
         out[:, : header.size(1)] = header
-        packed = whole.view(rows.size(0), -1, each) << shifts
+        packed = whole.unflatten(1, (-1, each)) << shifts
         out[:, header.size(1) :] = packed.sum(2, dtype=torch.uint8)
 
     def landing(self, rows: Tensor) -> Tensor:

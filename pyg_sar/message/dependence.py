@@ -369,9 +369,10 @@ def _broadcasts(weights: Tensor, values: Tensor) -> bool:
 
 
 def _sequence_number() -> int:
-    """Autograd nodes made from now on have a higher number."""
-    node = (torch.zeros((), requires_grad=True) * 1).grad_fn
-    return int(node._sequence_nr()) if node is not None else 0
+    """Autograd nodes that this thread makes from now on have a higher number."""
+    with torch.inference_mode(False):  # which records, whatever the caller does
+        node: Any = (torch.zeros((), requires_grad=True) * 1).grad_fn
+    return int(node._sequence_nr())
 
 
 def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:

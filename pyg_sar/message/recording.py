@@ -1,7 +1,8 @@
 """The operators of a run of a message, and the questions that they answer.
 
 They are those below autograd (``aten``), of which every other is composed, with their arguments and
-results. Tensors are followed by their memory, so that views and writes in place need no care.
+results, in inference mode as well. Tensors are followed by their memory, so that views and writes
+in place need no care.
 
 [Note: products] ``edge_weight.view(-1, 1) * x_j`` is the message of GCNConv, GraphConv and many
 others. That a message is one is read off what it does: one multiplication, of the source rows and
@@ -35,7 +36,24 @@ _READERS = frozenset({"_unsafe_index", "embedding", "gather", "index", "index_se
 _REDUCES = ("index_add", "scatter")
 
 
-class Recording(TorchDispatchMode):
+class Operators(TorchDispatchMode):
+    """Sees the operators of which all others are composed. In inference mode these come as well."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        return self.called(func, args, kwargs)
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls one of them and returns its result."""
+        raise NotImplementedError
+
+
+class Recording(Operators):
     """Keeps what runs meanwhile, and what autograd saves of it.
 
     Args:
@@ -51,9 +69,10 @@ class Recording(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = [] if before is None else [*before.calls]
         self.saved: list[Tensor] = [] if before is None else [*before.saved]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator and keeps the call."""
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
         return out
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:

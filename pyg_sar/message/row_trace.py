@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyg_sar.message.recording import Operators
 from pyg_sar.message.row_labels import (
     COUNT,
     EDGE,
@@ -262,7 +262,7 @@ class Causes:
         self.found.setdefault(kind, what)
 
 
-class RowTrace(TorchDispatchMode):
+class RowTrace(Operators):
     """Labels what a run computes.
 
     Args:
@@ -290,8 +290,8 @@ class RowTrace(TorchDispatchMode):
         """Lets go of the tensors of its steps and of their labels."""
         self.steps, self.drawn, self.labels = [], [], Labels()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an operator and labels its results."""
         schema = func._schema
         name = schema.name.rpartition("::")[2]
         out = func(*args, **kwargs)

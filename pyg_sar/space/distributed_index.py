@@ -210,7 +210,11 @@ class InSpace(Tensor):
     def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
         """As :meth:`remember`, of what all workers make together. See [Note: made together]."""
         found = self.recall_together(key)
-        return self.keep_together(key, make()) if found is None else found
+        if found is None:
+            with torch.inference_mode(False):
+                found = make()
+            self.keep_together(key, found)
+        return found
 
     def recall_together(self, key: Any) -> Any:
         """The value that all workers made together for ``key``, or ``None`` on all."""

@@ -71,6 +71,12 @@ def by_element(func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
+@rule("detach_")
+def _detached(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the tensor itself: it comes in inference mode alone, where nothing has a graph."""
+    return args[0]
+
+
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh")
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """The same values: an ``edge_index`` goes on standing for its edges."""

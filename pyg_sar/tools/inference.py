@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tensors import NodeTensor, node_tensors
 from pyg_sar.wording import counted
 
-Forward = Callable[[nn.Module, Any], Tensor]
+Forward = Callable[[nn.Module, Any], Any]
 
 _AT_ONCE = 4
 """Tensors as large as the largest that a part needs in memory together, about."""
@@ -94,9 +94,9 @@ def infer(
             system's for temporary files.
         forward: Computes the outputs, ``forward(model, data)``, where
             ``model(data.x, data.edge_index)`` is not the right call; for a ``HeteroData``
-            ``model(data.x_dict, data.edge_index_dict)[node_type]`` is. With ``memory`` the parts
-            have only what the default call takes, unless it is given.
-        node_type: Of a ``HeteroData``: the nodes' type.
+            ``model(data.x_dict, data.edge_index_dict)`` is. With ``memory`` the parts have only
+            what the default call takes, unless it is given.
+        node_type: Of a ``HeteroData``: the nodes' type, by which outputs in a dict are chosen.
         policy: How layers run on parts.
 
     Returns:
@@ -191,10 +191,10 @@ def _check_out(path: Path) -> None:
 # One pass #####################################################################
 
 
-def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> Tensor:
+def call_default(model: nn.Module, data: Any) -> Any:
     """Makes the default call of :func:`infer`."""
     if isinstance(data, HeteroData):
-        return model(data.x_dict, data.edge_index_dict)[node_type]
+        return model(data.x_dict, data.edge_index_dict)
     return model(data.x, data.get("edge_index", data.get("adj_t")))
 
 
@@ -225,17 +225,16 @@ def _put_aside(model: nn.Module) -> Iterator[None]:
 def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | None) -> Tensor:
     """Returns the rows of ``data``'s nodes."""
     with _put_aside(model):
-        if forward is None:
-            rows: Any = call_default(model, data, node_type)
-        else:
-            rows = forward(model, data)
+        rows: Any = (forward or call_default)(model, data)
+    if isinstance(data, HeteroData) and isinstance(rows, Mapping):
+        rows = rows.get(node_type, rows)
     count = data[node_type].num_nodes if isinstance(data, HeteroData) else data.num_nodes
     found = f"shape {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != count:
         raise ValueError(
             "Expected the model to return a tensor with a row for each of the "
             f"{counted(count, 'nodes')} of rank {current().rank} (got {found}): pass forward=, a "
-            "function of model and data"
+            "function of model and data that does"
         )
     if is_distributed(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
         raise ValueError(

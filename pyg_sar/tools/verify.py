@@ -149,7 +149,11 @@ def verify(
             )
         plain = without_dropout(copy.deepcopy(model)).cpu().double()
         run = call or call_with(_required(plain, part))
-        expected = _reference(plain, part, run)
+        try:
+            expected = _reference(plain, part, run)
+        except Exception as error:
+            error.add_note("verify: this is of plain PyG in one process; no worker has started")
+            raise
         with TemporaryFolder("pyg_sar-verify-") as folder:
             root = os.path.join(folder, "parts")
             write_partitions(
