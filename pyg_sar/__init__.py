@@ -63,8 +63,8 @@ _MODULES = {
 }
 __all__ = [*_MODULES]
 _SUBPACKAGES = (
-    *("comm", "errors", "functional", "nn", "partition", "reduction", "space", "tensors", "tools"),
-    "train",
+    *("comm", "errors", "functional", "kernels", "nn", "partition", "reduction", "space", "store"),
+    *("tensors", "tools", "train"),
 )
 
 
