@@ -33,7 +33,8 @@ same operator on tensors without memory, and a worker's rows lie in the same ord
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
 taken of is, and the next sum of gradients compares the notes, or a sum over rows where no
 distributed model learns (``sum_compared`` of ``operands.py``). Gradients are where losses were
-scaled, and where a backward pass begins.
+scaled, and where a backward pass begins. Of a table that rows are read of only what some worker
+read must be alike (``note_table`` of ``rows.py``): the rest may be memory that nobody wrote.
 """
 
 from __future__ import annotations
