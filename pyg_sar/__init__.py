@@ -13,7 +13,7 @@ A plugin for PyTorch Geometric with the sequential aggregation and rematerializa
     loss = F.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask])
 
 Errors are in :mod:`pyg_sar.errors`; all other public names in the subpackages: ``comm``, ``space``,
-``partition``, ``reduction``, ``nn``, ``train``, ``tools``, and ``functional``.
+``partition``, ``reduction``, ``tensors``, ``nn``, ``train``, ``tools``, and ``functional``.
 """
 
 from importlib import import_module
@@ -63,7 +63,8 @@ _MODULES = {
 }
 __all__ = [*_MODULES]
 _SUBPACKAGES = (
-    *("comm", "errors", "functional", "nn", "partition", "reduction", "space", "tools", "train"),
+    *("comm", "errors", "functional", "kernels", "nn", "partition", "reduction", "space", "store"),
+    *("tensors", "tools", "train"),
 )
 
 

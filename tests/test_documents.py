@@ -8,6 +8,8 @@ import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -337,6 +339,29 @@ def test_the_global_view(tmp_path, monkeypatch):
     for code in snippets("docs/whole-graph.md"):
         exec(code, names)
         assert 0 <= names["accuracy"] <= 1
+
+
+_RESOLVED_ALONE = """
+import os, pkgutil, sys, torch_geometric, pyg_sar
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        getattr(pyg_sar, name.split(".")[1])
+        pkgutil.resolve_name(name)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(name)
+"""
+
+
+def test_names_in_documents_are_there_whatever_was_imported():
+    """Each in a process where nothing has used another one of the package."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    found = {n for p in pages for n in re.findall(r"\bpyg_sar(?:\.[A-Za-z_]\w*)+", p.read_text())}
+    assert {"pyg_sar.tensors.NodeTensor", "pyg_sar.scatter"} <= found
+    command = [sys.executable, "-c", _RESOLVED_ALONE, *sorted(found)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert not ended.returncode, ended.stderr
 
 
 def anchors(text: str) -> set[str]:

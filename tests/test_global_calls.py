@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import parts
+from oracle import MODES, parts
 from torch import Tensor
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric import EdgeIndex, Index
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, GraphNorm, SAGEConv
+from torch_geometric.nn import GATConv, GraphNorm, MessagePassing, SAGEConv
 from torch_geometric.utils import scatter, softmax, sort_edge_index
 
 import pyg_sar
@@ -715,7 +715,7 @@ def test_dropout_of_unlike_generators_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_is_as_long_as_the_nodes_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    """As many edges as nodes, in another order; and nodes along an axis counted from the front."""
+    """As many edges as nodes, in another order; and nodes along another axis."""
     ring = torch.stack([torch.arange(NODES), torch.arange(NODES).roll(3)])
     data = Data(x=make_graph().x, edge_index=ring, edge_weight=torch.rand(NODES, dtype=DOUBLE))
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
@@ -726,8 +726,57 @@ def test_what_is_as_long_as_the_nodes_is_refused_with_a_remedy(tmp_path: Path) -
         edge_index, weight = sort_edge_index(data.edge_index, data.edge_weight)
         with pytest.raises(DistributedIndexError, match="its nodes and its edges are as many"):
             layer(data.x, edge_index, weight)
-        layer.node_dim = 1
-        with pytest.raises(DistributedIndexError, match="set node_dim=-2"):
+        layer.node_dim = 0
+        with pytest.raises(DistributedIndexError, match=r"axis 0 .*pass x.movedim\(1, 0\)"):
             layer(torch.stack([data.x, data.x]), data.edge_index)
 
     parts(worker, 2)
+
+
+class Along(MessagePassing):
+    """The reader's own layer, with its nodes along an axis that is counted from the first."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(aggr="mean", node_dim=1)
+        self.lin, self.own = torch.nn.Linear(6, 3).to(DOUBLE), own
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        return x_j * x_i.tanh() if self.own else x_j
+
+
+def test_nodes_along_an_axis_counted_from_the_first(tmp_path: Path) -> None:
+    data = make_graph()
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def passed(data: Data, layer: torch.nn.Module) -> list[Tensor]:
+        out = layer(torch.stack([data.x, 2 * data.x]), data.edge_index)
+        loss = out.square().sum() + out[1, :5].sum()
+        return [loss.detach(), *torch.autograd.grad(loss, [*layer.parameters()])]
+
+    for own in (False, True):
+        layer = Along(own)
+        expected = passed(data, layer)
+        for policy in MODES:
+
+            def worker(policy: Any = policy, layer: Any = layer) -> list[Tensor]:
+                part = pyg_sar.load_partition(tmp_path / "parts")
+                return passed(part, pyg_sar.distribute(copy.deepcopy(layer), policy))
+
+            for found in parts(worker, 2):
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_parameter_that_is_frozen_on_one_worker_is_named(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        layer = pyg_sar.distribute(SAGEConv(6, 3).to(DOUBLE))
+        layer.lin_r.weight.requires_grad_(pyg_sar.comm.current().rank == 0)
+        layer(data.x, data.edge_index)
+
+    with pytest.raises(WorkerError, match="with 'lin_r.weight: requires_grad=False' at rank 1 and"):
+        parts(worker, 2)

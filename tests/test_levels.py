@@ -134,3 +134,10 @@ def test_the_option():
     assert levels_in("weight=edge,d=node") == {"weight": "edge", "d": "node"}
     with pytest.raises(Exception, match="expected NAME=node"):
         levels_in("weight")
+
+
+def test_a_matrix_of_edges_beside_edges_is_refused(tmp_path: Path):
+    data = Data(x=torch.rand(4, 2), edge_index=torch.tensor([[0, 1], [2, 3]]))
+    data.adj_t = torch.eye(4).to_sparse_coo()
+    with pytest.raises(ValueError, match=r"'adj_t' of shape \[4, 4\] is an adjacency matrix by"):
+        pyg_sar.write_partitions(data, 2, tmp_path / "p", "random")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from oracle import Partitions, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
-from torch_geometric.nn import GAT, GCNConv, GraphNorm
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import GAT, GCNConv, GraphNorm, SAGEConv
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
@@ -239,7 +241,8 @@ def test_parameters_that_differ(how, distributed, tmp_path):
     named += ["head.weight"] if distributed or how == "learns" else []
     named += ["norm.running_mean"] if distributed and how == "evaluates" else []
     for which in named:
-        error = f"'{which}' differs between the workers|got different numbers beside tensors"
+        error = f"'{which}' differs between the workers"
+        error += "" if distributed else "|got different numbers beside tensors"
         with pytest.raises(WorkerError, match=error):
             parts(other_parameters, 2, root, which, how, distributed)
 
@@ -278,6 +281,178 @@ def test_equal_parameters_that_are_not_distributed(tmp_path):
     for found in parts(lambda: trained(pyg_sar.load_partition(root)), 2):
         for ours, one_process in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, one_process, rtol=1e-10, atol=1e-12)
+
+
+READS = {
+    "index": lambda table, ids: table[ids],
+    "index_select": lambda table, ids: table.index_select(0, ids),
+    "embedding": lambda table, ids: F.embedding(ids, table),
+    "take": lambda table, ids: table.take(2 * ids),
+    "gather": lambda table, ids: table.gather(0, ids.view(-1, 1)),
+    "two indices": lambda table, ids: table[ids, ids % 2],
+    "along an axis": lambda table, ids: table.t().index_select(1, ids),
+    "a mask": lambda table, ids: table[:40][ids % 2 == 0],
+}
+LONG, DOUBLE = torch.long, torch.double
+
+
+def learned_with_table(data, model, read, kind, unwritten, changed=None):
+    """A loss and its gradients; of the table the rows of nodes are read, or some of them."""
+    table = torch.full((60, 2), unwritten, dtype=kind)
+    table[:40] = torch.arange(80).view(40, 2) % 7
+    if changed is not None:
+        table[changed] += 1
+    learns = [*model.parameters(), *([table.requires_grad_()] if kind == DOUBLE else [])]
+    found = READS[read](table, data.number)
+    loss = found.double().square().sum() * model(data.x, data.edge_index).square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, learns)]
+
+
+def numbered_graph():
+    data = make_graph()
+    data.number = torch.arange(40)
+    torch.manual_seed(0)
+    return data, GCNConv(data.num_features, 3).double()
+
+
+def tables_of_workers(root, reads, kind, changed=None):
+    """Memory that was never written differs; of ``changed``, a rank and a row, a row that was."""
+    rank = pyg_sar.comm.current().rank
+    data, model = pyg_sar.load_partition(root), pyg_sar.distribute(numbered_graph()[1])
+    changed = changed[1] if changed is not None and changed[0] == rank else None
+    return [learned_with_table(data, model, read, kind, 9 + rank, changed) for read in reads]
+
+
+@pytest.mark.parametrize("kind", [LONG, DOUBLE])
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_memory_of_tables_that_was_never_written(begin, kind, tmp_path):
+    """Each worker reads the rows of its nodes: others of the table may hold anything."""
+    data, model = numbered_graph()
+    root = Partitions(tmp_path)(data, 2)
+    everything = [learned_with_table(data, model, read, kind, 5) for read in READS]
+    for found in begin(tables_of_workers, 2, root, [*READS], kind):
+        torch.testing.assert_close(found, everything, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [LONG, DOUBLE])
+@pytest.mark.parametrize("read", READS)
+def test_rows_of_tables_that_differ(read, kind, tmp_path):
+    """Whether the worker that has another one reads it, or another worker; of several tables."""
+    root = Partitions(tmp_path)(numbered_graph()[0], 2, torch.arange(40) // 20)
+    for rank, row in ((1, 38), (0, 38), (1, 2)):
+        with pytest.raises(WorkerError, match="got different numbers beside tensors"):
+            parts(tables_of_workers, 2, root, ["index", read], kind, (rank, row))
+
+
+def many_tables(root):
+    data = pyg_sar.load_partition(root)
+    for k in range(rows._TABLES + 2):
+        data.x[:, 0] += torch.tensor([0.0, 1, 1 + (k + pyg_sar.comm.current().rank > 257)])[data.y]
+    data.x.sum()
+
+
+def test_more_tables_than_are_kept(root):
+    with pytest.raises(WorkerError, match="got different numbers beside tensors"):
+        parts(many_tables, 2, root)
+
+
+def rated():
+    draw = torch.Generator().manual_seed(0)
+    data = HeteroData()
+    data["user"].x = torch.randn(60, 6, generator=draw, dtype=DOUBLE)
+    data["item"].x = torch.randn(40, 8, generator=draw, dtype=DOUBLE)
+    data["user"].chosen = torch.rand(60, generator=draw) < 0.5
+    ends = [torch.randint(n, (200,), generator=draw) for n in (60, 40)]
+    data["user", "rates", "item"].edge_index = torch.stack(ends)
+    return data, SAGEConv((6, 8), 4).double()
+
+
+def chosen_users(data, layer):
+    part = data.subgraph({"user": data["user"].chosen})
+    x = part["user"].x, part["item"].x
+    loss = layer(x, part["user", "rates", "item"].edge_index).square().sum()
+    return [loss.detach(), *torch.autograd.grad(loss, [*layer.parameters()])]
+
+
+def test_a_subgraph_of_chosen_nodes(tmp_path):
+    """PyG numbers them in memory of which it writes their places alone."""
+    data, layer = rated()
+    root = Partitions(tmp_path)(data, 2)
+
+    def worker():
+        own = pyg_sar.distribute(copy.deepcopy(layer))
+        if pyg_sar.comm.current().rank:  # Memory that is given again.
+            _ = [torch.full((k,), 7.0) for k in range(20, 100)]
+        return [chosen_users(pyg_sar.load_partition(root), own) for _ in range(3)]
+
+    expected = [chosen_users(data, layer)] * 3
+    for found in parts(worker, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def least_squares(data, model):
+    """Of PyTorch's default driver, whose results on equal numbers differ by roundings."""
+    out = model(data.x)
+    best = torch.linalg.lstsq(data.x, out).solution
+    loss = best.square().sum() + (data.x @ best - data.y.view(-1, 1)).square().mean()
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_least_squares(begin, root):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3).double()
+
+    def worker():
+        data, own = pyg_sar.load_partition(root), pyg_sar.distribute(copy.deepcopy(model))
+        return [least_squares(data, own) for _ in range(10)]
+
+    expected = [least_squares(make_graph(), model)] * 10
+    for found in begin(worker, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def goes_on(root):
+    with pytest.raises(ValueError, match="different numbers beside tensors"):
+        trained_beside(root, temperature, True)
+    with pytest.raises(ValueError, match="different values in a plain tensor"):
+        trained_with(root, [other_ids], (0, 1))
+    return trained_beside(root, temperature, False)
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_what_comes_after_the_error(begin, root):
+    torch.manual_seed(0)
+    expected = temperature(GAT(6, 4, 1, 3).double(), make_graph(), 0).item()
+    assert begin(goes_on, 2, root) == pytest.approx([expected] * 2, rel=1e-10)
+
+
+class Normed(torch.nn.Module):
+    """A layer, and a norm whose gradients are sums over nodes: these compare what differs first."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm = GCNConv(6, 3), norm
+
+    def forward(self, x, edge_index):
+        return self.norm(self.conv(x, edge_index))
+
+
+def other_rate(root, norm):
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(Normed(norm()).double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 * (1 + pyg_sar.comm.current().rank))
+    for _ in range(2):
+        model(data.x, data.edge_index).pow(3).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_another_learning_rate_names_the_parameter(begin, root):
+    for norm in (torch.nn.Identity, lambda: torch.nn.LayerNorm(3), lambda: torch.nn.Linear(3, 3)):
+        with pytest.raises(WorkerError, match=r"'\w+\.[\w.]+' differs between.* ranks \[1\]"):
+            begin(other_rate, 2, root, norm)
 
 
 def trained_on_unlike_processors(root):

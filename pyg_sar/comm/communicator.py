@@ -87,6 +87,10 @@ class Communicator(ABC):
         """Those tensors, and what counted writes into them."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
+        self.tables: list[tuple[int, Tensor, Tensor]] = []
+        """Plain tables that rows were read of: a checksum, bytes, and which of them were read."""
+        self.tables_told = False
+        """Says if that checksum has been sent since."""
         self.compares = True
         """Says if that is compared: not by ``verify``, which finds where it differs, nor between
         unlike processors, which round differently."""

@@ -38,6 +38,7 @@ from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
+from pyg_sar.reduction.parameters import first_difference
 from pyg_sar.space.index_space import DistEdgeIndex
 
 _ORDERED = (
@@ -366,15 +367,25 @@ class Chooser:
     def _agree_on_call(self, call: str, known: bool = False) -> bool:
         """Refuses rows of unlike width or dtype; whether something is ``known`` to all workers."""
         everyone = self.comm.all_gather_object((call, known))
-        calls = [other for other, _ in everyone]
-        for rank, other in enumerate(calls):
-            if other != calls[0]:
-                raise ValueError(
-                    f"{self.title} is called differently on the workers, with {other} at rank "
-                    f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
-                    "a row, axes). Pass the same arguments on every worker"
-                )
+        if any(other != everyone[0][0] for other, _ in everyone):
+            found = first_difference([*self._parts_of_call(), call], self.comm)
+            rank, other, first = found or (0, call, call)
+            raise ValueError(
+                f"{self.title} is called differently on the workers, with '{other}' at rank "
+                f"{rank} and '{first}' at rank 0 (this is rank {self.comm.rank}; of a tensor: "
+                "dtype, requires_grad, shape of a row). Do the same on every worker"
+            )
         return all(knows for _, knows in everyone)
+
+    def _parts_of_call(self) -> list[str]:
+        """Returns a line for each thing that a call's kind tells: see ``call_key``."""
+        training, grad, autocast, _, _, kinds = self.layer.call_key(self.kwargs)[0]
+        lines = [
+            f"{name}: requires_grad={p.requires_grad}" for name, p in self.layer.named_parameters()
+        ]
+        lines += [f"training: {training}", f"torch.is_grad_enabled(): {grad}"]
+        lines += [f"autocast: {autocast}", f"policy: {self.layer.policy}"]
+        return [*lines, *(f"{name}: {kind}" for name, kind in kinds)]
 
 
 def _refuse_states_of_integers(

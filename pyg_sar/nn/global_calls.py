@@ -135,7 +135,7 @@ class _Call:
         of_edges = {rows.total for rows in own} - {rows.total for rows in ends}
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         axis = int(getattr(module, "node_dim", 0))
-        aside = [t.rows.total in of_edges and t.axis != axis + t.dim() for t in batches]
+        aside = [t.rows.total in of_edges and t.axis != _axis_in(t, axis) for t in batches]
         self.edges_aside = isinstance(module, GlobalPropagation) and any(aside)
         if self.edges_aside:
             batches = [t for t in batches if t.rows.total not in of_edges]
@@ -145,24 +145,22 @@ class _Call:
             self.axis = self._axis_of_plain(tree_leaves((args, kwargs)))
 
     def _axis_of(self, batches: list[NodeTensor]) -> int:
-        """Returns the axis of the nodes, from the end, of tensors ``[T, N, F]`` (static graphs)."""
+        """Returns the axis of the nodes, as the layer says, of ``[T, N, F]`` (static graphs)."""
         axis = int(getattr(self.module, "node_dim", 0))
         for tensor in batches:
-            if axis >= 0 or tensor.axis != axis + tensor.dim():
-                remedy = f"pass x.movedim({tensor.axis}, {axis})"
-                if axis == tensor.axis:
-                    remedy = f"set node_dim={axis - tensor.dim()}, which counts from the end"
+            if tensor.axis != _axis_in(tensor, axis):
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a tensor of shape {list(tensor.shape)} with "
                     f"its nodes along axis {tensor.axis}, where it takes them along axis {axis} "
-                    f"(rank {self.comm.rank}): {remedy}"
+                    f"(rank {self.comm.rank}): pass x.movedim({tensor.axis}, {axis})"
                 )
         return axis
 
     def _axis_of_plain(self, given: list[Any]) -> int | None:
-        """Returns the axis of the nodes, from the end, of plain tensors ``[T, N, F]``."""
+        """Returns the axis of the nodes, as the layer says, of plain tensors ``[T, N, F]``."""
         axis, totals = int(self.module.node_dim), {rows.total for rows in self.known}  # type: ignore[arg-type]
-        many = [v for v in given if isinstance(v, Tensor) and v.dim() > 2 and -v.dim() < axis < 0]
+        wide = [v for v in given if isinstance(v, Tensor) and v.dim() > 2]
+        many = [v for v in wide if 0 < _axis_in(v, axis) < v.dim()]
         return axis if any(v.is_floating_point() and v.size(axis) in totals for v in many) else None
 
     def local(self, value: Any, like: Rows | None = None, gathered: bool = False) -> Any:
@@ -370,8 +368,8 @@ class _Call:
         """Returns a result with a row per node as a tensor of the whole graph."""
         if not isinstance(value, Tensor):
             return value
-        axis = 0 if self.axis is None else self.axis + value.dim()
-        if value.dim() == 0 or axis < 0 or value.size(axis) != rows.count:
+        axis = 0 if self.axis is None else _axis_in(value, self.axis)
+        if not 0 <= axis < value.dim() or value.size(axis) != rows.count:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
                 f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it is no tensor of the "
@@ -501,6 +499,11 @@ class GlobalCalls:
             with call.draws(own_args, own_kwargs):
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
+
+
+def _axis_in(tensor: Tensor, axis: int) -> int:
+    """Returns an axis, which may count from the end, as counted from the first."""
+    return axis + tensor.dim() if axis < 0 else axis
 
 
 def _take_all_nodes(layer: Any) -> None:

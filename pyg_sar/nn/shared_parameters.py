@@ -13,7 +13,7 @@ another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -103,14 +103,26 @@ class SharedParameters:
             ValueError: on every worker, when some differ.
         """
         if next((one for _, one in self.layers()), None) is layer:
-            model = None if self._model is None else self._model()
-            of = [("", model)] if model is not None else self.layers()
-            named = [
-                (f"{name}.{own}" if name else own, tensor)
-                for name, one in of
-                for own, tensor in replicas(one)
-            ]
-            check_tensors(named, self.settings(comm), comm)
+            self.compare_model(comm, self.settings(comm))
+
+    def compare_model(self, comm: Communicator, settings: Sequence[str] = ()) -> None:
+        """Compares the workers' models. Collective.
+
+        Args:
+            comm: The communicator.
+            settings: What else is compared (:meth:`settings`).
+
+        Raises:
+            ValueError: on every worker, when some differ.
+        """
+        model = None if self._model is None else self._model()
+        of = [("", model)] if model is not None else self.layers()
+        named = [
+            (f"{name}.{own}" if name else own, tensor)
+            for name, one in of
+            for own, tensor in replicas(one)
+        ]
+        check_tensors(named, settings, comm)
 
     def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
         """Lets functions that get one of a model's parameters find these.

@@ -70,10 +70,12 @@ class Levels:
         if is_sparse(value):
             rows = value.size(0)
             if "adj" in name or rows not in (num_nodes, num_edges):
+                why = f"has no row per node ({num_nodes}) or edge ({num_edges})"
+                if "adj" in name:
+                    why = "is an adjacency matrix by its name, and edges are those of 'edge_index'"
                 raise ValueError(
                     f"The sparse attribute '{name}' of shape [{value.size(0)}, {value.size(1)}] "
-                    f"has no row per node ({num_nodes}) or edge ({num_edges}); keep edges in "
-                    f"'edge_index', and delete '{name}'"
+                    f"{why}; keep edges in 'edge_index', and delete '{name}'"
                 )
             edge = rows == num_edges and (num_nodes != num_edges or "edge" in name)
             return "edge" if edge else "node"

@@ -30,7 +30,7 @@ from pyg_sar.tensors.operands import (
     wrap,
 )
 from pyg_sar.tensors.pointwise import ids_of
-from pyg_sar.tensors.rows import Fetch, Rows
+from pyg_sar.tensors.rows import Fetch, Rows, note_first, note_table
 
 _PUT = torch.ops.aten.index_put_.default  # Unlike the method it takes axes without an index.
 
@@ -175,10 +175,12 @@ def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]
     first = nodes[0]
     if first.dtype == torch.bool:
         if len(named) > 1 or first.dim() != 1:
+            note_first(source, first.rows.comm)
             return by_gathering(func, (source, indices), {})
         axis = named[0]
         chosen = first.rows.selected(first.local, first)
         here = first.rows.cut(source, axis).index_select(axis, _source(chosen))
+        note_table(source, [*[None] * axis, first.rows.ids[first.local]], first.rows.comm)
         return wrap(here, chosen, axis)
     rows, axis = first.rows, first.axis - first.dim()
     together = named == list(range(named[0], named[-1] + 1))
@@ -188,7 +190,9 @@ def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]
         i if i is None else beside(func, i, rows, axis, [t for t in indices if t is not None])
         for i in indices
     ]
-    return wrap(func(source, local), rows, before + width + axis)
+    out = func(source, local)
+    note_table(source, local, rows.comm)
+    return wrap(out, rows, before + width + axis)
 
 
 @rule("index_select")
@@ -197,6 +201,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     dim = dim % source.dim()
     if not isinstance(source, NodeTensor):
         out = func(source, dim, index.local)
+        note_table(source, [*[None] * dim, index.local], index.rows.comm)
         return wrap(out, index.rows, dim)
     if dim != source.axis:
         return wrap(func(source.local, dim, whole(index, "index_select")), source.rows, source.axis)
@@ -212,6 +217,14 @@ def _masked_select(func: Any, args: Any, kwargs: Any) -> Any:
         return source[mask]
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+@rule("take")
+def _take(func: Any, args: Any, kwargs: Any) -> Any:
+    source, index = args
+    if isinstance(source, NodeTensor):
+        return by_gathering(func, args, kwargs)
+    return torch.ops.aten.index.Tensor(source.reshape(-1), [index])
 
 
 @rule("masked_select")
@@ -310,10 +323,16 @@ def _gather(func: Any, args: Any, kwargs: Any) -> Any:
     first = next(iter(node_tensors(source, index)))
     dim, axis, rows = dim % first.dim(), first.axis, first.rows
     if dim == axis and not isinstance(source, NodeTensor):
-        return wrap(func(source, dim, index.local), rows, axis)  # by rows of what all workers hold
+        out = func(source, dim, index.local)  # by rows of what all workers hold
+        places = torch.meshgrid(*map(torch.arange, index.local.shape), indexing="ij")
+        read = [index.local if d == dim else place for d, place in enumerate(places)]
+        note_table(source, read, rows.comm)
+        return wrap(out, rows, axis)
     if dim == axis and index.dim() == source.dim() and _id_per_row(source, index):
         return wrap(source.rows.fetch_by(index, 0).get(source.local), index.rows, 0)
     if dim == axis or source.size(axis) != index.size(axis):
+        if not isinstance(source, NodeTensor):
+            note_first(source, rows.comm)
         return by_gathering(func, args, kwargs)
     return wrap(func(own(source, rows, axis), dim, own(index, rows, axis)), rows, axis)
 

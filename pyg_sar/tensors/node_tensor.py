@@ -33,7 +33,8 @@ same operator on tensors without memory, and a worker's rows lie in the same ord
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
 taken of is, and the next sum of gradients compares the notes, or a sum over rows where no
 distributed model learns (``sum_compared`` of ``operands.py``). Gradients are where losses were
-scaled, and where a backward pass begins.
+scaled, and where a backward pass begins. Of a table that rows are read of only what some worker
+read must be alike (``note_table`` of ``rows.py``): the rest may be memory that nobody wrote.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
 
 Rule = Callable[[Any, Any, Any], Any]
 
+_READERS = frozenset({"index", "_unsafe_index", "index_select", "embedding", "gather", "take"})
 _excludes = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _BITS = (torch._C.DispatchKey.Conjugate, False), (torch._C.DispatchKey.Negative, False)
@@ -263,7 +265,8 @@ class NodeTensor(Tensor):
         if comm.world_size > 1:
             if comm.host is not None:
                 given[0].rows.check_part()
-            read = args[func._schema.is_mutable :]  # What is written may hold anything before.
+            # What is written may hold anything before; of tables note_table() takes what is read.
+            read = args[func._schema.is_mutable or name in _READERS :]
             for value in (*read, *kwargs.values()):  # See [Note: the same beside rows].
                 if isinstance(value, int | float):
                     comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN

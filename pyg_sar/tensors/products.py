@@ -19,6 +19,7 @@ from pyg_sar.tensors.node_tensor import (
     whole,
 )
 from pyg_sar.tensors.operands import arguments, beside, check_pairs, own, summed, wrap
+from pyg_sar.tensors.rows import note_table
 
 
 def _product(func: Any, left: Tensor, right: Tensor) -> Any:
@@ -151,9 +152,10 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     table, index, *rest = args
     if not isinstance(index, NodeTensor):
         return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])
-    return wrap(
-        func(whole(table, "embedding()"), index.local, *rest, **kwargs), index.rows, index.axis
-    )
+    out = func(whole(table, "embedding()"), index.local, *rest, **kwargs)
+    if not isinstance(table, NodeTensor):
+        note_table(table, [index.local], index.rows.comm)
+    return wrap(out, index.rows, index.axis)
 
 
 @rule("embedding_dense_backward")

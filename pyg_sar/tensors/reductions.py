@@ -462,14 +462,31 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(
     *("_unique2", "unique_consecutive", "histc", "nonzero", "searchsorted", "isin"),
     *("bucketize", "unique_dim", "_local_scalar_dense", "histogram"),
-    *("take", "_sparse_coo_tensor_unsafe"),
-    *("nonzero_static", "_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward"),
-    *("diag_embed", "allclose"),
+    *("_sparse_coo_tensor_unsafe", "nonzero_static"),
+    *("_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward", "diag_embed", "allclose"),
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
 )
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     """Gathers the rows and calls the operator on them: the result is the same on all workers."""
     return by_gathering(func, args, kwargs)
+
+
+@rule("linalg_lstsq")
+def _of_first(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gathers the rows and calls an operator that rounds equal numbers differently: rank 0's count.
+
+    PyTorch lets its default driver begin with memory that was never written.
+    """
+    comm = node_tensors(args, kwargs)[0].rows.comm
+    out = by_gathering(func, args, kwargs)
+    if comm.world_size == 1:
+        return out
+    shapes = comm.broadcast_object([list(part.shape) for part in out])  # The rank tells them.
+    same = (
+        part.contiguous() if list(part.shape) == shape else part.new_empty(shape)
+        for part, shape in zip(out, shapes, strict=True)
+    )
+    return tuple(comm.broadcast(part) if part.numel() else part for part in same)
 
 
 @rule("bincount")

@@ -68,6 +68,7 @@ def known_by(tensor: Tensor) -> tuple[Any, ...]:
 
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
 _FIRST = 2**12  # numbers that are read of what operators and gradients hold
+_TABLES = 256  # of which it is kept what was read, until that is compared
 
 
 def note_plain(tensor: Tensor, comm: Communicator) -> None:
@@ -103,12 +104,63 @@ def note_first(tensor: Tensor, comm: Communicator) -> None:
 
     A GPU's are not read, for which it would have to be waited.
     """
-    if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
-        while tensor.numel() > _FIRST:
-            axis = next(d for d, n in enumerate(tensor.shape) if n > 1)
-            fewer = tensor.size(axis) * _FIRST // tensor.numel()
-            tensor = tensor.narrow(axis, 0, max(fewer, 1))
-        comm.beside = zlib.crc32(bytes_of(tensor).numpy().tobytes(), comm.beside)
+    first = _first(tensor)
+    if first is not None:
+        comm.beside = zlib.crc32(bytes_of(first).numpy().tobytes(), comm.beside)
+
+
+def _first(tensor: Tensor) -> Tensor | None:
+    """Returns the first numbers of a tensor that are noted; nothing of a GPU's."""
+    there = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel()
+    if not there:
+        return None
+    while tensor.numel() > _FIRST:
+        axis = next(d for d, n in enumerate(tensor.shape) if n > 1)
+        fewer = tensor.size(axis) * _FIRST // tensor.numel()
+        tensor = tensor.narrow(axis, 0, max(fewer, 1))
+    return tensor
+
+
+def note_table(table: Tensor, indices: Sequence[Tensor | None], comm: Communicator) -> None:
+    """Notes the first numbers of a plain table that rows of workers are read of.
+
+    Each worker reads some. What none reads may be anything: memory that ``torch.empty`` gave, say.
+    So what was read is kept until the notes are compared (:func:`compare_notes`).
+
+    Args:
+        table: The table.
+        indices: This worker's, one for each axis, ``None`` for whole axes; trailing ones are left
+            out.
+        comm: The workers.
+    """
+    first = _first(table) if comm.world_size > 1 else None
+    if first is None or first._is_zerotensor():
+        return
+    if comm.tables_told:  # All workers had the same, else there was an error.
+        comm.tables, comm.tables_told = [], False
+    if len(comm.tables) == _TABLES:
+        return note_first(table, comm)
+    named = [n if i is not None else 1 for n, i in zip(table.shape, indices, strict=False)]
+    read = torch.zeros(named + [1] * (table.dim() - len(named)), dtype=torch.bool)
+    read[tuple(slice(None) if i is None else i for i in indices)] = True
+    read = read.expand(table.shape).as_strided(first.shape, read.expand(table.shape).stride())
+    held = bytes_of(first.detach().clone(memory_format=torch.contiguous_format))
+    mark = zlib.crc32(held.numpy().tobytes())
+    comm.tables.append((mark, held.view(first.numel(), -1), read.reshape(-1)))
+
+
+def _tables_alike(comm: Communicator) -> bool:
+    """Returns whether tables hold the same in the rows that any worker read. Collective."""
+    tables = [(numbers, read) for _, numbers, read in comm.tables]
+    sizes = comm.all_gather_object([list(numbers.shape) for numbers, _ in tables])
+    if any(size != sizes[0] for size in sizes):
+        return False
+    reads = torch.cat([read for _, read in tables]).to(comm.device, torch.int32)
+    by_any = comm.all_reduce(reads, "max", label=_LABEL).bool().cpu()
+    parts = by_any.split([len(read) for _, read in tables])
+    held = [numbers[part] for (numbers, _), part in zip(tables, parts, strict=True)]
+    marks = comm.all_gather_object([zlib.crc32(one.numpy().tobytes()) for one in held])
+    return all(mark == marks[0] for mark in marks)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -137,32 +189,57 @@ def notes(comm: Communicator) -> list[str]:
     """Returns a line for each kind of what a worker notes, alike on all workers of a graph.
 
     That is the state that random generators had when dropout, say, drew last, what plain tensors
-    held of which rows were taken, and what stood beside rows.
+    held of which rows were taken, what stood beside rows, and tables that rows were read of.
     """
+    comm.tables_told = True
     beside = comm.beside if comm.compares else 0
-    return [f"drawn: {comm.drawn}", f"plain: {comm.plain}", f"beside rows: {beside}"]
+    tables = hash(tuple(mark for mark, _, _ in comm.tables)) if comm.compares else 0
+    words = f"beside rows: {beside}", f"tables: {tables}"
+    return [f"drawn: {comm.drawn}", f"plain: {comm.plain}", *words]
 
 
 def compare_notes(comm: Communicator) -> None:
-    """Compares what the workers noted. Collective.
+    """Compares what the workers noted, and begins anew. Collective.
 
     Raises:
-        ValueError: on every worker, when they noted different things.
+        ValueError: on every worker, when they noted different things; where a distributed model's
+            parameter differs, it is named.
     """
     # Unlike processors round in other ways what was computed alike.
     everyone = comm.all_gather_object((*_processor(comm.device), *notes(comm)))
-    kinds, models, drawn, plain, beside = zip(*everyone, strict=True)
+    kinds, models, drawn, plain, beside, tables = zip(*everyone, strict=True)
     alike = len({*models}) == 1
-    comm.compares &= alike  # Else each step would come here.
-    for found, counts, error in (
+    counts = alike and len({*tables}) > 1 and not _tables_alike(comm)
+    # Else each step would come here, and what comes after an error.
+    comm.compares &= alike
+    comm.drawn = comm.plain = comm.beside = 0
+    comm.noted.clear()
+    comm.tables = []
+    for found, compared, error in (
         (drawn, True, _UNLIKE_DRAWS),
         (plain, len({*kinds}) == 1, _UNLIKE_PLAIN),
         (beside, alike, _UNLIKE_BESIDE),
+        (tables, counts, _UNLIKE_BESIDE),
     ):
         rank = next((r for r, note in enumerate(found) if note != found[0]), 0)
-        if rank and counts:
+        if rank and compared:
+            if error is _UNLIKE_BESIDE:
+                _compare_models(comm)
             both = f"rank {rank} and rank 0"
             raise ValueError(error.format(both=both, who=both.capitalize(), rank=comm.rank))
+
+
+def _compare_models(comm: Communicator) -> None:
+    """Compares the distributed models of all workers, where these have the same. Collective.
+
+    Raises:
+        ValueError: on every worker, with the name of what differs.
+    """
+    found = [(owner(), name) for owner, name in comm.shared_parameters.values()]
+    everyone = comm.all_gather_object([name for owner, name in found if owner is not None])
+    if all(names == everyone[0] for names in everyone):
+        for owner in dict.fromkeys(owner for owner, _ in found if owner is not None):
+            owner.compare_model(comm)
 
 
 _UNLIKE_DRAWS = (
