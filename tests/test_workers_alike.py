@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Partitions, make_graph, parts, workers
+from oracle import Partitions, error, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GAT, GCNConv, GraphNorm, SAGEConv
+from torch_geometric.nn import GAT, ChebConv, GCNConv, GraphNorm, SAGEConv
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
@@ -170,6 +171,17 @@ def hooked(model, data, k):
     return out.square().mean()
 
 
+def bound_of_layer(model, data, k, kind=float):
+    torch.manual_seed(1)
+    layer = pyg_sar.distribute(ChebConv(3, 3, 3, normalization=None).double())
+    out = model(data.x, data.edge_index)
+    return layer(out, data.edge_index, lambda_max=kind(4.0 + k)).square().mean()
+
+
+def plain_bound_of_layer(model, data, k):
+    return bound_of_layer(model, data, k, lambda number: torch.tensor(number, dtype=torch.float64))
+
+
 def trained_beside(root, loss, differ):
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
@@ -183,6 +195,7 @@ def trained_beside(root, loss, differ):
 def test_numbers_beside_rows_that_differ(begin, tmp_path):
     root = Partitions(tmp_path)(make_graph(), 2)
     losses = (scaled, temperature, weights_of_classes, smoothing, learned, learned_map, bound)
+    losses += bound_of_layer, plain_bound_of_layer
     for loss in (*losses, rate, rows_up_to, column, target, hooked)[:: 1 if begin is parts else 12]:
         with pytest.raises(WorkerError, match="different numbers beside tensors of the graph"):
             begin(trained_beside, 2, root, loss, True)
@@ -193,6 +206,26 @@ def test_numbers_beside_rows_that_differ(begin, tmp_path):
         assert begin(trained_beside, 2, root, loss, False) == pytest.approx(
             [expected] * 2, rel=1e-9
         )
+
+
+def sum_after_a_model(root):
+    """A sum of rows where a distributed model is gone on one worker, and still there on another."""
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
+    model.itself = [model]  # Only the collector frees it.
+    model(data.x, data.edge_index).square().sum().backward()
+    gc.disable()
+    del model
+    if pyg_sar.comm.current().rank == 1:
+        gc.collect()
+    x = data.x.clone().requires_grad_()
+    x.square().sum().backward()
+    return x.grad.full_tensor()
+
+
+def test_what_sums_compare_does_not_depend_on_the_collector(root):
+    for found in workers(sum_after_a_model, 2, root):
+        assert error(found, 2 * make_graph().x) < 1e-10
 
 
 class Between(torch.nn.Module):

@@ -79,6 +79,8 @@ class Communicator(ABC):
         """Where nodes lie, by how many they are (``tensors/rows.py``)."""
         self.shared_parameters: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         """Who sums a parameter's gradients, and its name (``nn/shared_parameters.py``)."""
+        self.learns = False
+        """Says if a distributed model computes with gradients, of which a sum will follow."""
         self.drawn = 0
         """Tells the state of the random generators after the last draw of rows of all workers."""
         self.plain = 0

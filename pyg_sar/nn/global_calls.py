@@ -110,6 +110,12 @@ class _Call:
         if not layers:
             refuse_watched(module, self.comm.rank)
         self.shared: list[Tensor] = []
+        for value in (*args, *kwargs.values()) if self.comm.world_size > 1 else ():
+            if isinstance(value, int | float):  # See [Note: the same beside rows].
+                number = value if value == value else 0.1  # NaN
+                self.comm.beside = hash((self.comm.beside, number))
+            elif type(value) in (Tensor, torch.nn.Parameter):
+                note_first(value, self.comm)
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = self.edge_rows = [t.rows for t in self.edge_tensors]

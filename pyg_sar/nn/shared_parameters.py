@@ -83,6 +83,7 @@ class SharedParameters:
             comm: The communicator.
         """
         wanted = [parameter for _, parameter in shared_in(layer)]
+        comm.learns |= bool(wanted)
         if not all(map(self._is_taken, wanted)):
             if id(layer) not in self._layers or self._layers[id(layer)][1]() is not layer:
                 self.join(str(getattr(layer, "ledger_name", type(layer).__name__)), layer)
@@ -144,6 +145,7 @@ class SharedParameters:
             parameter: The parameter.
             comm: The communicator.
         """
+        comm.learns = True
         if not self._is_taken(parameter):
             self._others.setdefault(id(parameter), (name, weakref.ref(parameter)))
             self._take(comm)
@@ -233,7 +235,7 @@ class _Shared(torch.autograd.Function):
         values = [parameter for _, parameter in named]
         if torch.is_grad_enabled():  # Of this sum derivatives are asked for, too.
             return None, None, None, *summed_gradients(values, gradients, comm)
-        shared = owner()
+        shared, comm.learns = owner(), False
         settings = [] if shared is None else shared.settings(comm)
         totals = post_totals(named, gradients, comm, settings)()
         return None, None, None, *(totals.get(id(parameter)) for parameter in values)

@@ -239,7 +239,7 @@ def _compare_models(comm: Communicator) -> None:
     everyone = comm.all_gather_object([name for owner, name in found if owner is not None])
     if all(names == everyone[0] for names in everyone):
         for owner in dict.fromkeys(owner for owner, _ in found if owner is not None):
-            owner.compare_model(comm)
+            owner.compare_model(comm, owner.settings())
 
 
 _UNLIKE_DRAWS = (
@@ -251,15 +251,16 @@ _UNLIKE_PLAIN = (
     "{who} hold different values in a plain tensor beside tensors of the graph "
     "(this is rank {rank}): in ids or a mask that choose nodes, or in a row for each node, say. "
     "Seed what draws it alike on all workers (also numpy.random and random, which "
-    "torch.manual_seed() doesn't seed), or take it from the data"
+    "torch.manual_seed() doesn't seed; SciPy's eigs and eigsh take v0=), or take it from the data"
 )
 _UNLIKE_BESIDE = (
     "{who} got different numbers beside tensors of the graph (this is rank "
     "{rank}): parameters of a model that was not distributed, weights of classes or of a loss, "
-    "say, a temperature, a bound, a rate of dropout, a learned tensor outside of the model, or the "
-    "number of a snapshot, or called other operators. Call pyg_sar.distribute(model), which names "
-    "the parameter; do the same on all workers, and seed what draws numbers (also numpy.random and "
-    "random, which torch.manual_seed() doesn't seed)"
+    "say, a temperature, a bound, an argument of a layer, a rate of dropout, a learned tensor "
+    "outside of the model, or the number of a snapshot, or called other operators. Call "
+    "pyg_sar.distribute(model), which names the parameter; do the same on all workers, and seed "
+    "what draws numbers (also numpy.random and random, which torch.manual_seed() doesn't seed; "
+    "SciPy's eigs and eigsh take v0=)"
 )
 
 
