@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -835,17 +836,16 @@ def test_attributes_may_differ_between_workers(graph: Data, root: Path):
 
 
 class Changes(Nonlinear):
-    shift = 0.0
-
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        return super().message(x_i, x_j) + self.shift
+        return super().message(x_i, x_j) + self.settings.shift
 
 
 def change(data: Data) -> None:
     """Maxima that aren't found again in the backward pass: not silently wrong gradients."""
     layer: Any = pyg_sar.distribute(Changes("max").double(), REMADE)
+    layer.settings = SimpleNamespace(shift=torch.zeros(1))
     out = layer(data.x, data.edge_index)
-    layer.shift = 0.25
+    layer.settings.shift += 0.25
     out.sum().backward()
 
 

@@ -255,7 +255,8 @@ class _Held:
             )
         now = self.registry.get(self.name, _NOTHING)
         if now is not self._value:
-            return isinstance(self._value, (*_BY_VALUE, Tensor)) and _alike(now, self.value)
+            by_value = not isinstance(now, TileValue) and isinstance(now, (*_BY_VALUE, Tensor))
+            return by_value and _alike(now, self.value)
         changes = isinstance(now, (*_CONTAINERS, tuple, np.ndarray)) or _is_record(now)
         return not changes or _alike(now, self.value)
 
