@@ -59,12 +59,10 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   next_.clear();
   const int64_t regions = count_.regions;
   count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
-  count_.prefetched = count_.evictions = count_.overrun = count_.waited = 0;
-  count_.read = count_.written = 0;
+  count_.prefetched = count_.evictions = count_.overrun = count_.waited = count_.read = count_.written = 0;
   count_.regions = regions;
   budget_ = budget > 0 ? budget : kNoLimit;
-  maps_ = current_ = last_error_ = 0;
-  clean_ = 0;
+  clean_ = maps_ = current_ = last_error_ = 0;
   too_large_ = -1;
   more_at_once_ = 0;
   idle_ = 0;

@@ -352,7 +352,7 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
     class Switched(MessagePassing):
         def __init__(self) -> None:
             super().__init__(aggr="sum")
-            self.nonlinear, self.options = False, SimpleNamespace(scale=1.0)
+            self.nonlinear, self.options = False, SimpleNamespace(scale=torch.ones(1))
             self.register_buffer("fixed", torch.linspace(-1, 1, EDGE_DIM * CHANNELS).view(4, -1))
 
         def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
@@ -373,9 +373,9 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
             x = data.x.clone().requires_grad_()
             layer(x, data.edge_index, data.edge_attr).square().sum().backward()
             gradients.append(x.grad.full_tensor())
-        # The field of an object is not kept for the backward pass.
+        # A tensor in an object is not kept for the backward pass.
         loss = layer(x, data.edge_index, data.edge_attr).square().sum()
-        layer.options.scale = 2.0
+        layer.options.scale += 1.0
         with pytest.raises(DistributedIndexError, match="came out differently .* neither an arg"):
             loss.backward()
         return gradients
