@@ -56,13 +56,14 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   births_.assign(arenas, 0);
   turns_.assign(arenas, Turns());
   needs_.clear();
-  next_.clear();
   const int64_t regions = count_.regions;
   count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
-  count_.prefetched = count_.evictions = count_.overrun = count_.waited = count_.read = count_.written = 0;
+  count_.prefetched = count_.evictions = count_.overrun = count_.waited = 0;
+  count_.read = count_.written = 0;
   count_.regions = regions;
   budget_ = budget > 0 ? budget : kNoLimit;
-  clean_ = maps_ = current_ = last_error_ = 0;
+  maps_ = current_ = last_error_ = 0;
+  clean_ = 0;
   too_large_ = -1;
   more_at_once_ = 0;
   idle_ = 0;
@@ -297,7 +298,6 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   r->arena = arena;
   r->stamp = ++clock_;
   r->born = births_[arena]++;
-  r->due = turns_[arena].count;
   r->place = -1;
   r->pins = r->operation = r->misses = 0;
   r->freed = r->yields = r->stop = false;

@@ -31,7 +31,6 @@ struct Region {
   uint64_t stamp = 0;     // when it was allocated, or missed, last
   int64_t born = 0;       // its number among all that its arena has allocated
   int64_t pins = 0;
-  size_t due = 0;         // its arena's turn that needs it next, as far as is known
   int64_t operation = 0, misses = 0;  // how often that one missed it
   State state = State::kFree;
   Busy busy = Busy::kNo;
@@ -54,12 +53,6 @@ struct Turns {
   size_t count = 0;
   int64_t births = 0;  // when the turn began; of an arena that waits, when its last one ended
   uint64_t key = 0;    // equal for turns that need the same
-};
-
-// An arena's turn to come: its key, and how many regions the arena will have allocated when it begins.
-struct Next {
-  uint64_t key;
-  int64_t births;
 };
 
 struct Counters {
@@ -147,7 +140,7 @@ class Pager {
   // pager_moves.cpp
   bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr,
                  bool in_place = false);
-  Region* victim(int64_t nearest, bool has_place, bool dirty = false) const;
+  Region* victim(int64_t nearest, bool has_place) const;
   bool evict(Lock& lock, Region& r, int64_t wanted);
   bool lift(Region& r);
   std::vector<Region*> together(Region& first);
@@ -161,8 +154,7 @@ class Pager {
   // pager_workers.cpp
   void work();
   void end_turn();
-  void foresee(int64_t arena);
-  static bool matches(const Need& need, const Region& r, int64_t births);
+  bool matches(const Need& need, const Region& r) const;
   void note(const Region& r);
   bool prefetch_one(Lock& lock);
   bool read_ahead(Lock& lock, int64_t distance, Region& r);
@@ -187,7 +179,6 @@ class Pager {
   std::vector<int64_t> births_;  // by arena
   std::vector<Turns> turns_;     // by arena
   std::unordered_map<uint64_t, std::vector<Need>> needs_;  // by the turns' key
-  std::unordered_map<uint64_t, Next> next_;  // the turn after one, by its key; births: those between them
   // How many needs were looked at for this arena and for the next one.
   std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;

@@ -21,25 +21,24 @@ constexpr size_t kMostTogether = 64;
 
 }  // namespace
 
-// The next region to go: the one that is needed last, at least 'nearest' turns of any arena from now, and of those
-// the oldest. 'has_place': of those that need no new place in the file; 'dirty': of those that must be written.
-Region* Pager::victim(int64_t nearest, bool has_place, bool dirty) const {
-  Region* last = nullptr;
-  int64_t farthest = nearest;
-  for (int64_t distance = 0; store_ && distance < num_arenas(); ++distance) {
-    const int64_t arena = arena_at(distance);
-    for (int state = 0; state < (dirty ? 1 : 2); ++state) {
-      for (const auto& [stamp, r] : arenas_[arena][state]) {
+// The next region to go: of the arena whose turn is farthest away, down to 'nearest' turns from now, the
+// oldest; 'has_place': of those that need no new place in the file.
+Region* Pager::victim(int64_t nearest, bool has_place) const {
+  if (!store_) return nullptr;
+  for (int64_t distance = num_arenas() - 1; distance >= nearest; --distance) {
+    const Arena& arena = arenas_[arena_at(distance)];
+    Region* oldest = nullptr;
+    for (const int state : {0, 1}) {
+      for (const auto& [stamp, r] : arena[state]) {
+        if (oldest != nullptr && oldest->stamp < stamp) break;
         if (r->busy != Busy::kNo || r->pins > 0 || (has_place && r->place < 0)) continue;
-        const auto waits = static_cast<int64_t>(r->due - turns_[arena].count);  // turns of its own arena
-        const int64_t turns = waits * num_arenas() + distance;
-        if (turns < farthest || (turns == farthest && last != nullptr && last->stamp < stamp)) continue;
-        last = r;
-        farthest = turns;
+        oldest = r;
+        break;
       }
     }
+    if (oldest != nullptr) return oldest;
   }
-  return last;
+  return nullptr;
 }
 
 // Evicts until 'bytes' more fit, or 'spare' has pages for them that are counted already: fresh ones cost
@@ -108,7 +107,7 @@ std::vector<Region*> Pager::together(Region& first) {
   const Queue& dirty = queue(first);
   for (auto it = dirty.upper_bound(first.stamp); it != dirty.end() && found.size() < kMostTogether; ++it) {
     Region* r = it->second;
-    if (r->busy != Busy::kNo || r->pins > 0 || r->due < first.due) continue;
+    if (r->busy != Busy::kNo || r->pins > 0) continue;
     const bool follows = first.place < 0 ? r->place < 0 : r->place == first.place + bytes;
     if (!follows || bytes + r->bytes > kTogether) break;
     found.push_back(r);
@@ -263,9 +262,7 @@ bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
     if (too_large) more_at_once_ += more;
   }
   if (!read(lock, r, writable, spare)) return false;
-  if (r.state != State::kClean && r.state != State::kDirty) return true;
-  r.due = turns_[r.arena].count;
-  renew(r);
+  if (r.state == State::kClean || r.state == State::kDirty) renew(r);
   return true;
 }
 

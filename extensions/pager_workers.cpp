@@ -6,14 +6,12 @@
 #include <algorithm>
 #include <csignal>
 #include <pthread.h>
-#include <utility>
 
 namespace pyg_sar::pager {
 namespace {
 
 constexpr size_t kMostKeys = 4096;   // an epoch has some dozens
 constexpr size_t kMostNeeds = 1024;  // of a key
-constexpr size_t kForeseen = 32;     // turns of an arena
 
 }  // namespace
 
@@ -32,47 +30,16 @@ void Pager::end_turn() {
   Turns& turns = turns_[current_];
   turns.allocated[turns.count++ % Turns::kLast] = births_[current_] - turns.births;
   turns.births = births_[current_];
-  const uint64_t before = std::exchange(turns.key, 0);
-  const int64_t births = turns.allocated[(turns.count - 1) % Turns::kLast];
+  turns.key = 0;
   for (size_t i = 0; i < Turns::kLast; ++i)
     turns.key = (turns.key ^ turns.allocated[(turns.count + i) % Turns::kLast]) * 0x9e3779b97f4a7c15;
-  next_[before] = {turns.key, births};
-  if (next_.size() > kMostKeys) {
-    needs_.clear();
-    next_.clear();
-  }
-  foresee(current_);
-}
-
-// Finds for what an arena has in memory the turn that needs it next, as turns like that one did. It is the next turn
-// where none is known.
-void Pager::foresee(int64_t arena) {
-  const Turns& turns = turns_[arena];
-  std::vector<Region*> left;
-  for (const int state : {0, 1})
-    for (const auto& [stamp, r] : arenas_[arena][state]) left.push_back(r);
-  for (Region* r : left) r->due = turns.count;
-  Next turn{turns.key, turns.births};
-  for (size_t k = 0; k < kForeseen && !left.empty(); ++k) {
-    if (const auto needs = needs_.find(turn.key); needs != needs_.end()) {
-      std::erase_if(left, [&](Region* r) {
-        const bool needed = std::ranges::any_of(
-            needs->second, [&](const Need& need) { return matches(need, *r, turn.births); });
-        if (needed) r->due = turns.count + k;
-        return needed;
-      });
-    }
-    const auto next = next_.find(turn.key);
-    if (next == next_.end()) break;
-    turn = {next->second.key, turn.births + next->second.births};
-  }
+  if (needs_.size() > kMostKeys) needs_.clear();
 }
 
 // What was made since the parts planned has one age in all of them; what is older keeps its number in its part.
-// 'births': how many regions its arena has allocated when the turn begins.
-bool Pager::matches(const Need& need, const Region& r, int64_t births) {
+bool Pager::matches(const Need& need, const Region& r) const {
   const bool alike = r.bytes <= 2 * need.bytes && need.bytes <= 2 * r.bytes;
-  return need.born == r.born || (alike && need.age == births - r.born);
+  return need.born == r.born || (alike && need.age == turns_[r.arena].births - r.born);
 }
 
 // Notes what a turn has missed, for turns to come.
@@ -80,8 +47,7 @@ void Pager::note(const Region& r) {
   const Turns& turns = turns_[current_];
   if (r.arena != current_ || r.born >= turns.births) return;
   std::vector<Need>& needs = needs_[turns.key];
-  const auto known = [&](const Need& need) { return matches(need, r, turns.births); };
-  if (needs.size() < kMostNeeds && std::ranges::none_of(needs, known))
+  if (needs.size() < kMostNeeds && std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); }))
     needs.push_back({r.born, turns.births - r.born, r.bytes});
 }
 
@@ -124,7 +90,7 @@ bool Pager::prefetch_one(Lock& lock) {
     while (needs != needs_.end() && looked_at_[distance] < needs->second.size()) {
       const Need need = needs->second[looked_at_[distance]++];
       const auto found = std::ranges::find_if(out, [&](const auto& one) {
-        return one.second->busy == Busy::kNo && matches(need, *one.second, turns_[arena].births);
+        return one.second->busy == Busy::kNo && matches(need, *one.second);
       });
       if (found == out.end()) continue;
       // The lock is given up meanwhile: another turn may begin.
@@ -148,7 +114,6 @@ bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
     return true;
   }
   if (!read(lock, *found->second, false, spare)) return false;
-  if (r.stamp == stamp && r.state == State::kClean) r.due = turns_[r.arena].count;
   count_.prefetched += bytes;
   return true;
 }
@@ -157,10 +122,14 @@ bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
 // never of the arena that computes: what it makes may be short-lived.
 bool Pager::write_one(Lock& lock) {
   if (write_failed_ || !is_scarce()) return false;
-  Region* r = victim(1, false, true);
-  if (r == nullptr) return false;
-  if (!write(lock, *r, true)) write_failed_ = true;
-  return true;
+  for (int64_t distance = num_arenas() - 1; distance > 0; --distance) {
+    for (const auto& [stamp, r] : arenas_[arena_at(distance)][static_cast<int>(State::kDirty)]) {
+      if (r->busy != Busy::kNo || r->pins > 0) continue;
+      if (!write(lock, *r, true)) write_failed_ = true;
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace pyg_sar::pager

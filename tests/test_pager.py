@@ -414,34 +414,6 @@ def test_a_larger_tensor_takes_the_pages_of_a_freed_one(tmp_path):
         assert steps == sorted(set(steps)) and steps[-1] == 299
 
 
-def test_what_later_turns_need_goes_before_what_the_next_one_needs(tmp_path):
-    """As far as steps before show it; the tensor of the next turn is the older one."""
-    read, kept = [], {}
-    with opened(tmp_path, 7 * MB, arenas=2) as pager:
-
-        def made(number: int) -> torch.Tensor:
-            pager.wait()  # What is being written stays: another one would go instead.
-            return numbered(2, number)
-
-        for _ in range(12):
-            before = pager.counters().bytes_read
-            for turn in range(4):
-                for arena in range(2):
-                    pager.turn(arena)
-                    pager.enter(arena)
-                    if turn == 0:
-                        kept[arena] = [made(1), made(3)]
-                    elif turn == 1:
-                        assert (made(0) == 0).all()
-                    pager.wait()
-                    if turn in (1, 3):
-                        x = kept[arena].pop(0)
-                        assert (x == turn).all()
-                        del x
-            read.append(pager.counters().bytes_read - before)
-        assert read[0] > 4 * MB and read[-4:] == [4 * MB] * 4, read
-
-
 def test_what_the_last_step_needed_is_read_ahead(tmp_path):
     """For this arena and the next one, by how many tensors the turns before have made."""
     steps, turns, arenas = 6, 5, 3

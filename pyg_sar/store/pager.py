@@ -26,8 +26,7 @@ What the file can't take is found when a place in it is reserved, before anythin
 
 What a turn will need is read ahead, for the arena that computes and the next one. All parts run the
 same program, step after step: where the last turns of an arena made as many tensors as those before
-an earlier turn, of any arena, this turn needs what that one had to wait for. So what is known to
-be needed in a later turn of its arena only leaves memory before what the next turn needs.
+an earlier turn, of any arena, this turn needs what that one had to wait for.
 
 Rules:
 
