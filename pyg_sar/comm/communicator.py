@@ -86,7 +86,7 @@ class Communicator(ABC):
         self.plain = 0
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
         self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        """Those tensors, and what counted writes into them."""
+        """Those tensors, with the number of writes into them."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
         self.tables: list[tuple[int, Tensor, Tensor]] = []

@@ -223,7 +223,7 @@ class _Held:
         self._watched: list[tuple[Tensor, int, Tensor | None]] = []
         self._value = registry[name]
         self.value = _copied(self._value, self._copy)
-        """What a run sees in its place."""
+        """Its stand-in for a run of the message in the backward pass."""
 
     def _copy(self, value: Any) -> Any:
         """Returns a copy of what may be written in place, but for parameters and large tensors."""
@@ -255,7 +255,9 @@ class _Held:
             )
         now = self.registry.get(self.name, _NOTHING)
         if now is not self._value:
-            by_value = not isinstance(now, TileValue) and isinstance(now, (*_BY_VALUE, Tensor))
+            by_value = not isinstance(now, TileValue) and isinstance(
+                now, (*_NUMBERS, *_CONTAINERS, Tensor)
+            )
             return by_value and _alike(now, self.value)
         changes = isinstance(now, (*_CONTAINERS, tuple, np.ndarray)) or _is_record(now)
         return not changes or _alike(now, self.value)
@@ -338,7 +340,6 @@ class AmbientState:
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
-_BY_VALUE = (*_NUMBERS, *_CONTAINERS)
 _SMALL = 1 << 16  # Numbers of a tensor that is copied for the backward pass.
 _OWN = frozenset({"_edge_type", "_facts", "own_graphs"})
 _INTERNAL = frozenset({*vars(torch.nn.Module()), *_OWN})
