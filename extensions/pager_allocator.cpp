@@ -26,6 +26,8 @@ thread_local Entered entered;
 
 void release(void* data);
 
+thread_local std::string failure;
+
 // Tensors keep a pointer to their allocator: it lives as long as the process.
 class PagedAllocator final : public c10::Allocator {
  public:
@@ -37,7 +39,12 @@ class PagedAllocator final : public c10::Allocator {
       if (size >= kLeastKept) data = pager.allocate(size, Pager::kKept);
     } else if (size >= kLeast && entered.arena >= 0 && pager.is_open() &&
                entered.generation == pager.generation()) {
-      data = pager.allocate(size, entered.arena);
+      try {
+        data = pager.allocate(size, entered.arena);
+      } catch (const c10::Error& error) {  // Of which a caller by the stable ABI learns nothing.
+        failure = error.what_without_backtrace();
+        throw;
+      }
     }
     if (data == nullptr) return usual_->allocate(bytes);
     c10::profiledCPUMemoryReporter().New(data, bytes);
@@ -142,8 +149,6 @@ void close() {
 }
 
 void enter(int64_t arena) { entered = {Pager::instance().generation(), arena}; }
-
-thread_local std::string failure;
 
 // Returns what work does, a number from 0 on; -1 for an error, whose text is kept.
 template <class Work>

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -513,6 +514,17 @@ def test_any_limit_gives_the_numbers_or_a_remedy(small, tmp_path):
 def test_no_store_and_too_little_memory(small):
     text = failure_of(small, memory=8 * MB)
     assert "memory=8,388,608" in text
+
+
+def kernel_step(size: int) -> None:
+    """A kernel's result alone doesn't fit; its input is NumPy's memory."""
+    rows = torch.from_numpy(np.ones((size // 512, 64)))
+    torch.ops.pyg_sar.scale_rows(rows, *[torch.ones(64, dtype=rows.dtype)] * 3)
+
+
+def test_what_a_kernel_is_refused_is_told_as_what_an_operator_is(tmp_path):
+    with pytest.raises(StoreError, match=rf"tensor of {64 * MB} bytes.*more memory \(at least"):
+        pyg_sar.run(kernel_step, 64 * MB, parts=2, memory=48 * MB, store=tmp_path, timeout=60)
 
 
 def fused_step(size: int) -> int:

@@ -176,7 +176,7 @@ def host_parts(
                 results[part] = fn(*args)
         except BaseException as caught:  # SystemExit included: the caller must learn of it.
             error: BaseException = caught
-            if host.store is not None and isinstance(caught, torch.OutOfMemoryError):
+            if host.store is not None and isinstance(caught, RuntimeError):
                 error = host.store.explained(caught)
             comm.report(error)
             failures.append((is_consequence(error, host.speaker(part)), part, error))

@@ -428,6 +428,8 @@ class RowCheck:
             given.append(places.cos().to(out).view(shape).expand(out.shape))
         operands = zip(self.program.operands, run.seen.values, strict=True)
         rows = [v for o, v in operands if o.role != "whole" and v.requires_grad]
+        if not outs or not rows:
+            return []
         state = Snapshot(self.layer)  # Hooks may change it.
         try:
             return torch.autograd.grad(outs, rows, given, retain_graph=True, allow_unused=True)

@@ -224,8 +224,10 @@ class HostStore:
         """
         return {**self._bytes, "peak_resident_bytes": self._peak}
 
-    def explained(self, error: torch.OutOfMemoryError) -> StoreError:
-        """Returns the device's refusal with the remedy."""
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Returns the device's refusal with the remedy; other errors as they are."""
+        if not isinstance(error, torch.OutOfMemoryError):
+            return error
         cause = str(error).partition("\n")[0]
         return StoreError(
             f"store={PINNED!r}: a part's turn needs more memory than {self.device} has ({cause}). "

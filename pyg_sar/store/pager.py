@@ -127,8 +127,14 @@ def _library() -> CDLL:
 def _call(name: str, *arguments: object) -> int:
     result = int(getattr(_library(), name)(*arguments))
     if result < 0:
-        raise RuntimeError(_library().pager_error().decode())
+        raise RuntimeError(last_error())
     return result
+
+
+def last_error() -> str:
+    """Returns what this thread was refused last: by a call of the pager, or an allocation."""
+    text: bytes = _library().pager_error()
+    return text.decode()
 
 
 @cache

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from pyg_sar.errors import StoreError
-from pyg_sar.store.pager import Pager, PagerCounters
+from pyg_sar.store.pager import Pager, PagerCounters, last_error
 from pyg_sar.store.row_file import RowFile
 from pyg_sar.wording import counted
 
@@ -182,9 +182,13 @@ class PartStore:
             )
         return self.remedy(self.memory + more, needed)
 
-    def explained(self, error: torch.OutOfMemoryError) -> StoreError:
-        """Returns the pager's refusal with the remedy."""
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Returns the pager's refusal with the remedy; other errors as they are."""
         text = str(error).partition("\n")[0]
+        if "API call failed" in text:  # PyTorch's stable ABI tells kernels no more.
+            text = last_error()
+        elif not isinstance(error, torch.OutOfMemoryError):
+            return error
         wanted = re.search(r"tensor of (\d+) bytes", text)
         more = re.search(r"needed (\d+) bytes more", text)
         needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
