@@ -259,9 +259,9 @@ def test_which_heads_are_kept_may_be_told_by_bits():
         words[:, head // 32] |= kept[:, head].long() << (head % 32)
     told = replace(hashed, attention=replace(a, drop_key=words.int(), seed=5))
     results = [computed(given, None) for given in (told, hashed)]  # type: ignore[arg-type]
-    assert torch.equal(results[0][0], results[1][0])
+    assert distance(results[0][0], results[1][0]) <= 1e-14  # Another kernel, compiled by itself.
     for name, gradient in results[1][1].items():
-        assert torch.equal(results[0][1][name], gradient), name
+        assert distance(results[0][1][name], gradient) <= 1e-14, name
 
 
 def test_additive_scores_without_a_query():
@@ -344,8 +344,10 @@ def test_the_benchmark_of_gpus_runs_with_these_kernels(tmp_path: Path, capsys: A
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts the bytes that programs load, store and add: those of lanes that a mask lets through.
 
-    What is added by atomic operations is counted as such, not as read and written.
+    What is added by atomic operations is counted as such, not as read and written. What checks
+    indices is left out.
     """
+    monkeypatch.setattr(on_gpu._operators(), "_check_edges", lambda *given: None)
     from triton.runtime import interpreter
 
     total = {"read": 0, "written": 0, "added": 0}
@@ -495,7 +497,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     names = {line.split()[0] for line in done.stdout.splitlines()}
-    sums = {"gather_sum", "edge_dot", "extremum", "extremum_backward"}
+    sums = {"check_edges", "gather_sum", "edge_dot", "extremum", "extremum_backward"}
     assert names == {*sums, "forward", "backward"}
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyg_sar.kernels.scores import SCORES, Score, declared, number_of, row_shape
 
-_PRODUCTS = 2**18  # held at a time
+_PRODUCTS = 2**18  # held at a time, in a CPU's cache
+_PRODUCTS_ON_GPUS = 2**24  # where launches cost more
 
 
 class Segments(Protocol):
@@ -239,7 +240,8 @@ class Cotangent:
         grad_out = grad_out.to(maximum.dtype).contiguous()
         delta = torch.empty_like(maximum)
         # Some rows at a time: a product of all would be one more tensor of their size.
-        count = max(_PRODUCTS // max(out.shape[1:].numel(), 1), 1)
+        most = _PRODUCTS if out.device.type == "cpu" else _PRODUCTS_ON_GPUS
+        count = max(most // max(out.shape[1:].numel(), 1), 1)
         parts = (tensor.split(count) for tensor in (delta, grad_out, out))
         for found, gradient, values in zip(*parts, strict=True):
             torch.sum(gradient * values.to(maximum.dtype), -1, out=found)

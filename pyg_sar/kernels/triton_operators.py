@@ -28,6 +28,7 @@ CHUNK = 1024  # Edges; see [Note: edges by chunks] in triton_sums.
 SUMS, PRODUCTS = (512, 2), (1024, 1)
 FORWARD, BACKWARD = (256, 1), (256, 2)
 LARGEST_TILE = 8192  # of one edge: heads times channels, each filled up to a power of two
+CHECKED = 1024  # Edges, or targets, that a program checks.
 SLOTS = 32  # Copies of what all edges add to.
 
 
@@ -387,21 +388,25 @@ def _check_edges(
     num_written: int,
     num_numbers: int,
 ) -> None:
-    """Has the device check what edges name."""
-    _check_index(source, num_read, "'source' names a row")
-    counts = offsets[1:] - offsets[:-1]
-    fine = (counts >= 0).all() & (offsets[0] == 0) & (offsets[-1] == source.numel())
-    torch._assert_async(fine, "'offsets' don't ascend from 0 to the number of edges")
-    if targets is None and offsets.numel() - 1 > num_written:
+    """Has the device check what edges name, in one launch."""
+    num_edges, num_targets = source.numel(), offsets.numel() - 1
+    if targets is None and num_targets > num_written:
         raise IndexError(
-            f"{counted(offsets.numel() - 1, 'targets')} are more than "
-            f"{counted(num_written, 'rows')}"
+            f"{counted(num_targets, 'targets')} are more than {counted(num_written, 'rows')}"
         )
-    if targets is not None:
-        _check_index(targets, num_written, "'targets' names a row")
-        torch._assert_async((targets[1:] > targets[:-1]).all(), "'targets' don't ascend")
-    if edges is not None:
-        _check_index(edges, num_numbers, "'edges' names an edge")
+    fine = torch.ones((), dtype=torch.int32, device=source.device)
+    with _on(source):
+        triton_sums.check_edges[(triton.cdiv(max(num_edges, num_targets + 1), CHECKED),)](
+            *(fine, *_flat(source, offsets, targets, edges), num_edges, num_targets),
+            *(num_read, num_written, num_numbers),
+            BLOCK=CHECKED,
+        )
+    torch._assert_async(
+        fine,
+        "'source', 'edges' or 'targets' name what isn't there "
+        f"({num_read} rows to read, {num_numbers} numbers of edges, {num_written} rows to write), "
+        "or 'offsets' don't ascend from 0 to the number of edges, or 'targets' don't ascend",
+    )
 
 
 def _numbered(edge_attr: Tensor | None, drop_key: Tensor | None) -> int:

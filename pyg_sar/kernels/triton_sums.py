@@ -18,6 +18,41 @@ import triton
 import triton.language as tl
 
 
+@triton.jit(
+    do_not_specialize=["num_edges", "num_targets", "num_read", "num_written", "num_numbers"]
+)
+def check_edges(
+    fine,
+    source,
+    offsets,
+    targets,
+    edges,
+    num_edges,
+    num_targets,
+    num_read,
+    num_written,
+    num_numbers,
+    BLOCK: tl.constexpr,
+):
+    """Stores 0 in ``fine`` where an index is out of range, or what must ascend does not."""
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    an_edge, a_target = k < num_edges, k < num_targets
+    row = tl.load(source + k, an_edge, 0)
+    wrong = (row < 0) | (row >= num_read)
+    if edges is not None:
+        number = tl.load(edges + k, an_edge, 0)
+        wrong = wrong | (number < 0) | (number >= num_numbers)
+    wrong = wrong & an_edge
+    first = tl.load(offsets + k, k <= num_targets, 0)
+    wrong = wrong | (a_target & (tl.load(offsets + k + 1, a_target, 0) < first))
+    wrong = wrong | ((k == 0) & (first != 0)) | ((k == num_targets) & (first != num_edges))
+    if targets is not None:
+        row = tl.load(targets + k, a_target, 0)
+        before = tl.load(targets + k - 1, a_target & (k > 0), -1)
+        wrong = wrong | (a_target & ((row <= before) | (row >= num_written)))
+    tl.store(fine, 0, tl.max(wrong.to(tl.int32), 0) > 0)
+
+
 @triton.jit
 def edges_of(k, offsets, targets):
     """The row that target k is, its first edge, and the one after its last."""

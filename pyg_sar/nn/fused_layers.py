@@ -379,9 +379,15 @@ class _Together(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 add = total.addcmul if torch.is_grad_enabled() else total.addcmul_
                 total = add(share.unsqueeze(-1), weight)
-            product = torch.einsum("nh,nhc->hc", share, value) if wanted else None
-            found.append(None if product is None else product.view_as(weight))
+            found.append(_sums_of_heads(share, value).reshape(weight.shape) if wanted else None)
         return (total, None, *[None] * len(shares), *found)
+
+
+def _sums_of_heads(share: Tensor, value: Tensor) -> Tensor:
+    """Returns ``einsum("nh,nhc->hc")``: one product of matrices, of which heads keep their own."""
+    heads, channels = value.shape[1:]
+    product = share.t() @ value.flatten(1)
+    return product.view(heads, heads, channels).diagonal(dim1=0, dim2=1).t()
 
 
 def _is_projection(term: Any, value: Tensor, weight: Any) -> bool:
