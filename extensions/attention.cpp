@@ -24,7 +24,7 @@ namespace {
 
 void expect(const char* name, const OptionalTensor& tensor, Sizes shape, ScalarType dtype) {
   if (!tensor.has_value()) return;
-  CHECK_VALUE(tensor->sizes() == shape, "attention: expected '", name, "' of shape ", shape,
+  CHECK_VALUE(same(tensor->sizes(), shape), "attention: expected '", name, "' of shape ", shape,
               " (got ", tensor->sizes(), ")");
   CHECK_DTYPE(tensor->scalar_type() == dtype, "attention: expected '", name, "' of dtype ",
               dtype, " (got ", tensor->scalar_type(), ")");

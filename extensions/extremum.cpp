@@ -235,7 +235,7 @@ int64_t gradient_of(Tensor& total, const Tensor& rows, const Tensor& gradient, c
 void extremum_cpu(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& source,
                   const Tensor& offsets, const OptionalTensor& targets, bool largest) {
   check("extremum", {&best, &ties, &rows});
-  CHECK_VALUE(best.sizes() == ties.sizes(),
+  CHECK_VALUE(same(best.sizes(), ties.sizes()),
               "extremum: expected 'ties' of the shape of 'best'");
   const SegmentTensors given = narrow("extremum", source, offsets, targets);
   check_written("extremum", "best", best);

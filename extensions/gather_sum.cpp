@@ -30,7 +30,7 @@ SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& sour
   check_floating(kName, out);
   if (weight.has_value()) {
     const auto wide = wide_dtype(out.scalar_type());
-    CHECK_VALUE(weight->sizes() == source.sizes(),
+    CHECK_VALUE(same(weight->sizes(), source.sizes()),
                 "gather_sum: expected a 'weight' for each of the ", source.size(0),
                 " edges (got shape ", weight->sizes(), ")");
     CHECK_DTYPE(weight->scalar_type() == wide, "gather_sum: expected 'weight' of dtype ", wide,

@@ -176,7 +176,7 @@ int64_t save_halo_rows_cpu(const Tensor& part, const Tensor& loads, const Tensor
               op, ": expected parts and neighbours all int32 or all int64");
   const int64_t nodes = part.numel(), kinds = most.numel();
   CHECK_VALUE(loads.dim() == 2 && loads.size(1) == kinds &&
-                  weights.sizes() == Sizes({nodes, kinds}),
+                  same(weights.sizes(), Sizes({nodes, kinds})),
               op, ": expected 'loads' [parts, kinds] and 'weights' [nodes, kinds] (got ",
               loads.sizes(), " and ", weights.sizes(), ")");
   const auto run = [&](auto type) {

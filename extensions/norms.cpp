@@ -140,7 +140,7 @@ void check_rows(const char* op, const Tensor& x) {
 
 void check_alike(const char* op, const Tensor& x, const Tensor& gradient) {
   check_rows(op, gradient);
-  CHECK_VALUE(x.sizes() == gradient.sizes(), op, ": expected 'gradient' of shape ", x.sizes(),
+  CHECK_VALUE(same(x.sizes(), gradient.sizes()), op, ": expected 'gradient' of shape ", x.sizes(),
               " (got ", gradient.sizes(), ")");
   CHECK_DTYPE(x.scalar_type() == gradient.scalar_type(), op, ": expected 'gradient' of dtype ",
               x.scalar_type(), " (got ", gradient.scalar_type(), ")");

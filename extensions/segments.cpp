@@ -66,7 +66,7 @@ SegmentTensors checked(const char* op, const Tensor& source, const Tensor& offse
                 targets->scalar_type(), ")");
   }
   if (edges.has_value()) {
-    CHECK_VALUE(edges->sizes() == source.sizes(), op, ": expected 'edges' of shape [",
+    CHECK_VALUE(same(edges->sizes(), source.sizes()), op, ": expected 'edges' of shape [",
                 source.size(0), "] (got ", edges->sizes(), ")");
     CHECK_DTYPE(edges->scalar_type() == source.scalar_type(), op,
                 ": expected 'edges' of the dtype of 'source' (got ", edges->scalar_type(),
@@ -134,7 +134,7 @@ void check_sort(const Tensor& key, int64_t num_keys, const OptionalTensor& order
   CHECK_DTYPE(is_index(key), "sort_edges: expected int32 or int64 'key' (got ",
               key.scalar_type(), ")");
   const auto place = key.numel() < (int64_t{1} << 31) ? kInt : kLong;
-  CHECK_VALUE(!order.has_value() || order->sizes() == key.sizes(),
+  CHECK_VALUE(!order.has_value() || same(order->sizes(), key.sizes()),
               "sort_edges: expected 'order' of the shape of 'key'");
   CHECK_DTYPE(!order.has_value() || order->scalar_type() == place,
               "sort_edges: expected 'order' of dtype ", place);

@@ -150,7 +150,7 @@ void on_run(const char* op, const Given& g, const Work& work) {
     CHECK_VALUE(x->is_contiguous(), op, ": expected contiguous tensors");
   const int64_t size = g.offsets.numel() - 1, kinds = g.most.numel();
   CHECK_VALUE(size >= 0 && g.loads.dim() == 2 && g.loads.size(1) == kinds &&
-                  g.weights.sizes() == Sizes({size, kinds}),
+                  same(g.weights.sizes(), Sizes({size, kinds})),
               op, ": expected 'loads' [groups, kinds] and 'weights' [nodes, kinds] (got ",
               g.loads.sizes(), " and ", g.weights.sizes(), ")");
   for (const Tensor* x : {&g.loads, &g.weights, &g.most, &g.offsets})
@@ -180,7 +180,7 @@ void join_parts_cpu(const Tensor& part, const Tensor& loads, const Tensor& weigh
                     const Tensor& most, const Tensor& price, int64_t first, const Tensor& offsets,
                     const Tensor& adjacent) {
   CHECK_VALUE(price.is_contiguous() && price.scalar_type() == kDouble &&
-                  price.sizes() == most.sizes(),
+                  same(price.sizes(), most.sizes()),
               "join_parts_: expected 'price' float64, of the shape of 'most'");
   on_run("join_parts_", {part, loads, weights, most, offsets, adjacent, first},
          [&](const auto& run, const Loads& all, auto* group, int64_t parts) {

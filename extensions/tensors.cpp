@@ -80,8 +80,8 @@ void check_no_overlap(const Tensor& out, const Tensor& x) {
   };
   const bool overlap = dense(out) && dense(x)
                            ? begin(out) < end(x) && begin(x) < end(out)
-                           : begin(out) == begin(x) && out.sizes() == x.sizes() &&
-                                 out.strides() == x.strides();
+                           : begin(out) == begin(x) && same(out.sizes(), x.sizes()) &&
+                                 same(out.strides(), x.strides());
   STD_TORCH_CHECK(!overlap, "some elements of a tensor that is added to and of one that is read refer to "
                             "a single memory location");
 }

@@ -24,6 +24,9 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
+// Headers of older PyTorch (2.11) have no comparison of them.
+inline bool same(Sizes a, Sizes b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+
 constexpr ScalarType kBool = ScalarType::Bool, kInt = ScalarType::Int, kLong = ScalarType::Long;
 constexpr ScalarType kFloat = ScalarType::Float, kDouble = ScalarType::Double;
 constexpr ScalarType kBFloat16 = ScalarType::BFloat16;
