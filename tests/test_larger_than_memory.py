@@ -500,7 +500,7 @@ def test_any_limit_gives_the_numbers_or_a_remedy(small, tmp_path):
         except StoreError as error:
             ended.append(False)
             assert "memory=" in str(error)
-            assert "allow more memory" in str(error).lower()
+            assert "allow more memory (at least" in str(error).lower()
             continue
         ended.append(True)
         for gradient, _ in found:

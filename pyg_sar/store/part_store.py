@@ -146,13 +146,16 @@ class PartStore:
             self._pager.budget = max(self._fixed - self._slots, 1)
             return
         other = self._resident() - self._start - found.resident_bytes
-        left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
+        reserve = max(int(self.memory * RESERVE[0]), RESERVE[1])
+        left = self.memory - reserve - other
         if left < self.memory * LEAST:
+            least = max(other / (1 - LEAST - RESERVE[0]), (other + RESERVE[1]) / (1 - LEAST))
             raise StoreError(
                 f"memory={counted(self.memory, 'bytes')}: {other:,} of them are taken by what "
                 "can't wait in the store (libraries' buffers, and small tensors and objects of "
-                "all parts of this process). Allow more memory, start more workers, or cut the "
-                "graph into fewer parts"
+                f"all parts of this process), and {reserve:,} are kept free for more. Allow "
+                f"more memory (at least {math.ceil(least):,} bytes), start more workers, or cut "
+                "the graph into fewer parts"
             )
         self._pager.budget = left
 
