@@ -117,6 +117,93 @@ def test_plain_tensors_that_are_equal(root):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+def written(rows, k):
+    return rows.relu_() if k else rows.tanh_()
+
+
+# What is added up, where ``k`` is the worker's rank, or 0 on all workers
+OF_OTHER_ROWS = {
+    "a mask": lambda out, data, k: out[data.other_mask if k else data.train_mask],
+    "an attribute": lambda out, data, k: out[:, 0] * (data.other if k else data.y),
+    "columns": lambda out, data, k: out[:, [0, 2] if k else [0, 1]],
+    "columns in place": lambda out, data, k: out.index_fill(1, torch.tensor([k]), 0.0),
+    "an operator": lambda out, data, k: -out if k else out,
+    "several operators": lambda out, data, k: out + out.detach() if k else out,
+    "in place": lambda out, data, k: written(out * 2, k),
+    "shifted": lambda out, data, k: out.roll(1 + k, 1)[:, 0],
+    "the order": lambda out, data, k: [out, -out][k].sum() + 2 * [-out, out][k].sum(),
+}
+
+
+def of_other_rows(root, kind, differs, learns):
+    data = pyg_sar.load_partition(root)
+    data.other, data.other_mask = 2 - data.y, ~data.train_mask
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(GCNConv(data.x.size(1), 3).double())
+    k = pyg_sar.comm.current().rank if differs else 0
+    with torch.set_grad_enabled(learns):
+        found = OF_OTHER_ROWS[kind](model(data.x, data.edge_index), data, k).sum()
+        if learns:
+            found.backward()
+    return float(found.detach())
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("kind", OF_OTHER_ROWS)
+def test_workers_that_add_up_other_rows(kind, learns, root):
+    """As a loop over a set of names does, which goes in another order in each process."""
+    data = make_graph()
+    data.other, data.other_mask = 2 - data.y, ~data.train_mask
+    torch.manual_seed(0)
+    model = GCNConv(data.x.size(1), 3).double()
+    out = model(data.x, data.edge_index)
+    with torch.no_grad():
+        expected = float(OF_OTHER_ROWS[kind](out.detach(), data, 0).sum())
+    for found in workers(of_other_rows, 2, root, kind, False, learns):
+        assert found == pytest.approx(expected, rel=1e-9)
+    message = "added up rows of different tensors|different numbers beside tensors"
+    with pytest.raises(WorkerError, match=message):
+        workers(of_other_rows, 2, root, kind, True, learns)
+
+
+def with_statistics(root, training):
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(torch.nn.BatchNorm1d(data.x.size(1)).double()).train(training)
+    if pyg_sar.comm.current().rank == 1:
+        model.running_mean += 1
+    model(data.x).square().sum().backward()
+
+
+def test_running_statistics_that_differ(root):
+    """Of norms in evaluation mode, whose weights learn."""
+    with pytest.raises(WorkerError, match="running_mean' differs between the workers"):
+        workers(with_statistics, 2, root, False)
+
+
+def with_nan(root):
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(GCNConv(data.x.size(1), 3).double())
+    if pyg_sar.comm.current().rank == 1:
+        model.bias.data[0] = torch.nan
+    with torch.no_grad():
+        model(data.x, data.edge_index)
+
+
+def test_a_parameter_that_is_nan_on_one_worker_is_not_0(root):
+    with pytest.raises(WorkerError, match="'bias' differs between the workers"):
+        workers(with_nan, 2, root)
+
+
+def of_longer_labels(root):
+    data = pyg_sar.load_partition(root)
+    return torch.ones(50)[data.train_mask]
+
+
+def test_a_mask_of_another_length_than_a_plain_tensor(root):
+    with pytest.raises(WorkerError, match=r"mask \[40\] at index 0 .* indexed tensor \[50\]"):
+        workers(of_longer_labels, 2, root)
+
+
 def scaled(model, data, k):
     return model(data.x, data.edge_index).square().mean() * (1 + k)
 

@@ -89,6 +89,10 @@ class Communicator(ABC):
         """Those tensors, with the number of writes into them."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
+        self.call = 0
+        """Tells what an operator of rows computes, and of what, while it does (the same place)."""
+        self.added_up = 0
+        """Tells of which tensors rows were added up (the same place)."""
         self.tables: list[tuple[int, Tensor, Tensor]] = []
         """Plain tables that rows were read of: a checksum, bytes, and which of them were read."""
         self.tables_told = False

@@ -379,15 +379,14 @@ class _Together(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 add = total.addcmul if torch.is_grad_enabled() else total.addcmul_
                 total = add(share.unsqueeze(-1), weight)
-            found.append(_sums_of_heads(share, value).reshape(weight.shape) if wanted else None)
+            if not wanted:
+                found.append(None)
+                continue
+            heads, channels = value.shape[1:]
+            # einsum("nh,nhc->hc") by one product of matrices, of which heads keep their own.
+            product = (share.t() @ value.flatten(1)).view(heads, heads, channels)
+            found.append(product.diagonal(dim1=0, dim2=1).t().reshape(weight.shape))
         return (total, None, *[None] * len(shares), *found)
-
-
-def _sums_of_heads(share: Tensor, value: Tensor) -> Tensor:
-    """Returns ``einsum("nh,nhc->hc")``: one product of matrices, of which heads keep their own."""
-    heads, channels = value.shape[1:]
-    product = share.t() @ value.flatten(1)
-    return product.view(heads, heads, channels).diagonal(dim1=0, dim2=1).t()
 
 
 def _is_projection(term: Any, value: Tensor, weight: Any) -> bool:

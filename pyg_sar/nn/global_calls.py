@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -110,11 +111,18 @@ class _Call:
         if not layers:
             refuse_watched(module, self.comm.rank)
         self.shared: list[Tensor] = []
+        names = type(module).__name__, getattr(module, "ledger_name", "")
+        self.mark = crc32(repr(names).encode())
+        for tensor in found:
+            self.mark = hash((self.mark, tensor.mark))
         for value in (*args, *kwargs.values()) if self.comm.world_size > 1 else ():
             if isinstance(value, int | float):  # See [Note: the same beside rows].
                 number = value if value == value else 0.1  # NaN
                 self.comm.beside = hash((self.comm.beside, number))
             elif type(value) in (Tensor, torch.nn.Parameter):
+                note_first(value, self.comm)
+        if not module.training and self.comm.world_size > 1:
+            for value in module.buffers():  # A norm's running statistics.
                 note_first(value, self.comm)
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
@@ -381,7 +389,9 @@ class _Call:
                 f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it is no tensor of the "
                 "whole graph"
             )
-        return FromLocal.apply(value, rows, axis)
+        found = FromLocal.apply(value, rows, axis)
+        found.mark = self.mark  # See [Note: the same rows].
+        return found
 
     def results(self, out: Any, args: Any, kwargs: Any) -> Any:
         """Returns the module's results as tensors of the whole graph."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ def _tensor(name: str, value: Any, attribute: Attribute, rows: Rows) -> NodeTens
     if isinstance(value, Tensor):
         value = value if value.layout == torch.strided else value.to_dense()
         found = wrap(value.to(rows.ids.device), rows, attribute.dim)
+        found.mark = crc32(name.encode())
         return found.strided((1, found.size(0))) if attribute.form == "column_major" else found
     raise PartitionError(
         f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "

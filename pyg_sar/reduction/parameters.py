@@ -135,13 +135,16 @@ def reconcile(
         if not ranks:
             continue
         exact = not tensor.is_floating_point()
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
-        value = value.nan_to_num() if value.is_floating_point() else value.to(torch.int64)
+        place = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        nan = place.isnan()
+        value = place.nan_to_num() if place.is_floating_point() else place.to(torch.int64)
+        few, many = (comm.all_reduce(nan.int(), op, label=_REPLICAS) for op in ("min", "max"))
         low = comm.all_reduce(value.clone().contiguous(), "min", label=_REPLICAS)
         high = comm.all_reduce(value.clone().contiguous(), "max", label=_REPLICAS)
         gap = float((high - low).max())
         size = float(torch.maximum(low.abs(), high.abs()).max())
-        if exact or not gap <= _ROUNDING * torch.finfo(value.dtype).eps * size:
+        near = not exact and gap <= _ROUNDING * torch.finfo(value.dtype).eps * size
+        if not near or not torch.equal(few, many):
             raise ValueError(
                 f"'{name}' differs between the {comm.members}: {comm.member}s {ranks} hold other "
                 f"values than {comm.member} 0 (by up to {gap:.3g}; this is {comm.member} "
@@ -149,7 +152,7 @@ def reconcile(
                 "the same values and take the same steps: give every worker's optimizer the same "
                 "settings, and call load_state_dict() on all of them, or before distribute()"
             )
-        tensor.data.copy_(low + (high - low) / 2)
+        place.copy_((low + (high - low) / 2).masked_fill_(nan, torch.nan))
     compare_notes(comm)
 
 

@@ -178,6 +178,11 @@ def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]
             note_first(source, first.rows.comm)
             return by_gathering(func, (source, indices), {})
         axis = named[0]
+        if source.size(axis) != first.size(0):
+            raise IndexError(
+                f"The shape of the mask {list(first.shape)} at index {axis} does not match the "
+                f"shape of the indexed tensor {list(source.shape)} at index {axis}"
+            )
         chosen = first.rows.selected(first.local, first)
         here = first.rows.cut(source, axis).index_select(axis, _source(chosen))
         note_table(source, [*[None] * axis, first.rows.ids[first.local]], first.rows.comm)

@@ -45,6 +45,7 @@ from copy import deepcopy
 from functools import cache
 from math import prod
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -110,6 +111,7 @@ class NodeTensor(Tensor):
         origin: What it, or the tensor that it shares memory with, is a copy of.
         steps: The strides, which are one process's, where that tensor is not contiguous. See
             [Note: strides].
+        mark: Tells how it was made. See [Note: the same rows].
         column: Of integers, one per row, repeated or not: which tensor's row (-1: the
             tensor itself) these numbers are. Plans made for ids are known again by it.
     """
@@ -120,6 +122,7 @@ class NodeTensor(Tensor):
     make: Callable[[], Tensor] | None
     origin: Origin | None
     steps: tuple[int, ...] | None
+    mark: int
     _local: Tensor
     _edges: tuple[Any, int]
     _column: tuple[NodeTensor, int] | None
@@ -144,7 +147,7 @@ class NodeTensor(Tensor):
         # It has no memory: C++ of others that reads it raises, where the process would end.
         torch._C._set_throw_on_mutable_data_ptr(out)
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
-        out.steps = steps
+        out.steps, out.mark = steps, 0
         out.writes, out._edges, out._column = Writes(local), (None, 0), None
         out._derivation = None
         return out
@@ -239,7 +242,20 @@ class NodeTensor(Tensor):
         elif kwargs and kwargs.get("out") is not None:
             return _into_out(func, args, dict(kwargs))
         if found is not None:
-            return found(func, args, kwargs or {})
+            given = node_tensors(args, kwargs)
+            if not given or given[0].rows.comm.world_size == 1:
+                return found(func, args, kwargs or {})
+            comm, call = given[0].rows.comm, _number_of(func)
+            for one in given:  # See [Note: the same rows].
+                call = hash((call, one.mark))
+            outer, comm.call = comm.call, call
+            try:
+                out = found(func, args, kwargs or {})
+            finally:
+                comm.call = outer
+            if isinstance(out, NodeTensor) and out.mark == 0:
+                out.mark = call
+            return out
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -266,32 +282,49 @@ class NodeTensor(Tensor):
             if comm.host is not None:
                 given[0].rows.check_part()
             # What is written may hold anything before; of tables note_table() takes what is read.
-            read = args[func._schema.is_mutable or name in _READERS :]
-            for value in (*read, *kwargs.values()):  # See [Note: the same beside rows].
+            read = [*args[func._schema.is_mutable or name in _READERS :], *kwargs.values()]
+            for one in args if name[:2] != "_f" else ():  # "_foreach_", "_fused_"
+                if isinstance(one, list | tuple):  # Ids, say.
+                    read += one
+            for value in read:  # See [Note: the same beside rows].
                 if isinstance(value, int | float):
                     comm.beside = hash((comm.beside, value if value == value else 0.1))  # NaN
                 elif isinstance(value, Tensor) and not isinstance(value, NodeTensor):
                     note_first(value, comm)
+            outer, call = comm.call, _number_of(func)
+            for one in given:  # See [Note: the same rows].
+                call = hash((call, one.mark))
+            comm.call = call
         _check_copies(func, given)
         _count_writes(func, args, kwargs)
-        with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
-            if not func.is_view:
-                with _excludes(_VERSIONS, not func._schema.is_mutable):
-                    out = found(func, args, kwargs)
-                if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
-                    args[0].origin.put()
-                if not func._schema.is_mutable:
-                    out = _as_in_one_process(func, args, kwargs, given, out)
-                    if not isinstance(out, Tensor) or out.dtype in KINDS:
-                        derivations_of(comm).note(func, args, kwargs, out)
-                return out
-            # In inference mode as well a view of a tensor from outside is no inference tensor.
-            outside = torch.is_inference_mode_enabled()
-            with torch.inference_mode(False) if outside else nullcontext():
-                out = _viewed(func, args, kwargs, given, found)
-                if not isinstance(out, Tensor) or out.dtype in KINDS:
+        try:
+            with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
+                if not func.is_view:
+                    with _excludes(_VERSIONS, not func._schema.is_mutable):
+                        out = found(func, args, kwargs)
+                    if func._schema.is_mutable:
+                        if isinstance(args[0], NodeTensor) and args[0].origin:
+                            args[0].origin.put()
+                    else:
+                        out = _as_in_one_process(func, args, kwargs, given, out)
+                else:
+                    # In inference mode as well a view of a tensor from outside is no inference
+                    # tensor.
+                    outside = torch.is_inference_mode_enabled()
+                    with torch.inference_mode(False) if outside else nullcontext():
+                        out = _viewed(func, args, kwargs, given, found)
+                changes = func._schema.is_mutable
+                if not changes and (not isinstance(out, Tensor) or out.dtype in KINDS):
                     derivations_of(comm).note(func, args, kwargs, out)
-                return out
+            if comm.world_size > 1:
+                made = args[0] if changes else out
+                for one in made if isinstance(made, list | tuple) else (made,):
+                    if isinstance(one, NodeTensor):
+                        one.mark = call
+        finally:
+            if comm.world_size > 1:
+                comm.call = outer
+        return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))
@@ -378,6 +411,12 @@ class _Own(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return cast(Tensor, Full.apply(gradient, ctx.what)), None, None, None
+
+
+@cache
+def _number_of(func: Any) -> int:
+    """Returns what tells an operator, or a function, alike in all processes."""
+    return crc32(str(getattr(func, "__name__", func)).encode())
 
 
 def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:

@@ -147,6 +147,7 @@ def sum_compared(local: Tensor, comm: Communicator, label: Label, learns: bool =
     Raises:
         ValueError: on every worker, when they noted different things.
     """
+    comm.added_up = hash((comm.added_up, comm.call))  # See [Note: the same rows].
     later = learns and comm.learns
     narrow = local.element_size() < 4 or local.device.type != "cpu"
     if comm.world_size == 1 or not comm.compares or later or narrow:
@@ -174,6 +175,7 @@ def identity(dtype: torch.dtype, op: str) -> float | int | bool:
 def extreme(local: Tensor, rows: Rows, op: str) -> Tensor:
     """Returns the ``'max'`` or ``'min'`` over workers; NaN where one has it."""
     kind, label = local.dtype, ("", "", "node tensors")
+    rows.comm.added_up = hash((rows.comm.added_up, rows.comm.call))
     if not kind.is_floating_point:
         out = local.to(torch.int64).contiguous()
         return rows.comm.all_reduce(out, op, label=label).to(kind)

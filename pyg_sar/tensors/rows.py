@@ -189,12 +189,13 @@ def notes(comm: Communicator) -> list[str]:
     """Returns a line for each kind of what a worker notes, alike on all workers of a graph.
 
     That is the state that random generators had when dropout, say, drew last, what plain tensors
-    held of which rows were taken, what stood beside rows, and tables that rows were read of.
+    held of which rows were taken, what stood beside rows, tables that rows were read of, and of
+    which tensors rows were added up.
     """
     comm.tables_told = True
     beside = comm.beside if comm.compares else 0
     tables = hash(tuple(mark for mark, _, _ in comm.tables)) if comm.compares else 0
-    words = f"beside rows: {beside}", f"tables: {tables}"
+    words = f"beside rows: {beside}", f"tables: {tables}", f"added up: {comm.added_up}"
     return [f"drawn: {comm.drawn}", f"plain: {comm.plain}", *words]
 
 
@@ -207,17 +208,18 @@ def compare_notes(comm: Communicator) -> None:
     """
     # Unlike processors round in other ways what was computed alike.
     everyone = comm.all_gather_object((*_processor(comm.device), *notes(comm)))
-    kinds, models, drawn, plain, beside, tables = zip(*everyone, strict=True)
+    kinds, models, drawn, plain, beside, tables, added_up = zip(*everyone, strict=True)
     alike = len({*models}) == 1
     counts = alike and len({*tables}) > 1 and not _tables_alike(comm)
     # Else each step would come here, and what comes after an error.
     comm.compares &= alike
-    comm.drawn = comm.plain = comm.beside = 0
+    comm.drawn = comm.plain = comm.beside = comm.added_up = 0
     comm.noted.clear()
     comm.tables = []
     for found, compared, error in (
         (drawn, True, _UNLIKE_DRAWS),
         (plain, len({*kinds}) == 1, _UNLIKE_PLAIN),
+        (added_up, True, _UNLIKE_SUMS),
         (beside, alike, _UNLIKE_BESIDE),
         (tables, counts, _UNLIKE_BESIDE),
     ):
@@ -252,6 +254,11 @@ _UNLIKE_PLAIN = (
     "(this is rank {rank}): in ids or a mask that choose nodes, or in a row for each node, say. "
     "Seed what draws it alike on all workers (also numpy.random and random, which "
     "torch.manual_seed() doesn't seed; SciPy's eigs and eigsh take v0=), or take it from the data"
+)
+_UNLIKE_SUMS = (
+    "{who} added up rows of different tensors of the graph (this is rank {rank}): of another mask, "
+    "attribute or layer, or after other operators. All workers must do the same in the same order; "
+    "a loop over a set goes in another order in each process: give it a list, or sorted(...)"
 )
 _UNLIKE_BESIDE = (
     "{who} got different numbers beside tensors of the graph (this is rank "
