@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -48,7 +49,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, WorkerError
 
 REMADE = {"mode": 1, "prefetch": 0, "message_budget": BUDGET}
 AHEAD = {"mode": 1, "prefetch": 1, "message_budget": BUDGET}
@@ -554,3 +555,57 @@ def test_rule_5_operands_of_several_dtypes(graph: Data, root: Path, partitions: 
     job = Job(Weighted(), partitions(low, WORLD, "random"), ("edge_attr",), MODES)
     sweep.add("edge attributes", job, low)
     sweep.check(tolerance=1e-5)
+
+
+class Coin(gnn.MessagePassing):
+    """Draws in its message by Python, by NumPy, or by a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("sum")
+        self.kind, self.own = kind, np.random.default_rng(random.randrange(99))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        if self.kind == "a scale":
+            return x_j * random.random()
+        draw = {"Python": random.random, "NumPy": np.random.rand, "its own": self.own.random}
+        return (3 * x_j if draw[self.kind]() < 0.5 else x_j) * x_i.sign()
+
+
+def coins(root: Path | None, kind: str, seed: int = 1) -> list[float]:
+    random.seed(seed)
+    np.random.seed(seed)
+    data: Any = make_graph() if root is None else pyg_sar.load_partition(root)
+    layer = Coin(kind) if root is None else pyg_sar.distribute(Coin(kind))
+    found = [float(layer(data.x, data.edge_index).sum()) for _ in range(4)]
+    return [*found, random.random(), float(np.random.rand())]
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize("kind", ["Python", "NumPy", "its own"])
+def test_a_message_that_draws_by_other_generators(kind: str, tmp_path: Path):
+    """Where it runs several times, each time for some of the edges, it is refused by name; else,
+    where it is seen to differ, it runs once on tensors of the whole graph.
+    """
+    name = "its generator 'own'" if kind == "its own" else "Python's random or numpy.random"
+    root, refused = Partitions(tmp_path)(make_graph(), 3, "random"), []
+    for seed in range(8):
+        try:
+            everyone = parts(coins, 3, root, kind, seed)
+        except WorkerError as caught:
+            refused.append(f"draws numbers of {name}, and runs several times" in str(caught))
+            continue
+        for found in everyone:
+            assert found == pytest.approx(coins(None, kind, seed), rel=1e-9), seed
+    assert refused and all(refused)
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+def test_looking_at_a_message_draws_nothing(tmp_path: Path):
+    """A message that is computed once, with all edges, draws what one process draws."""
+    root = Partitions(tmp_path)(make_graph(), 3, "random")
+    expected = coins(None, "a scale")
+    for found in parts(coins, 3, root, "a scale"):
+        assert found == pytest.approx(expected, rel=1e-9)

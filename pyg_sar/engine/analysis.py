@@ -33,7 +33,7 @@ from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence
 from pyg_sar.message.layer_facts import facts_of
-from pyg_sar.message.layer_state import pads
+from pyg_sar.message.layer_state import other_draws, pads
 from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
@@ -179,7 +179,15 @@ class Chooser:
             if known is None:
                 rows = facts.rows.get((kind, switches))
                 everywhere = self._agree_on_call(str(key), rows is not None)
-                known = choices[key] = self._decide(strategy, reason, rows if everywhere else None)
+                with other_draws(self.layer) as drawn:
+                    known = self._decide(strategy, reason, rows if everywhere else None)
+                if drawn and (known.needs is not None or self.comm.world_size > 1):
+                    raise DistributedIndexError(
+                        f"{self.title} can't run distributed: its message (or aggregation) draws "
+                        f"numbers of {drawn[0]}, and runs several times, on some edges at a time. "
+                        "Draw in forward(), or with torch"
+                    )
+                choices[key] = known
                 facts.rows[kind, switches] = known.rows
             choices[key, switches] = known
         # Of this graph, which may be another one than the last.
@@ -263,7 +271,8 @@ class Chooser:
         self._agree_on_call(str(key))
         method = "edge_update"
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, method)
-        _, agreed = self.rows.agree(levels, nodes, method)
+        with other_draws(self.layer):  # It runs once more, for all edges.
+            _, agreed = self.rows.agree(levels, nodes, method)
         known[key] = agreed.keeps
         return agreed.keeps
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import aggr
 
+from pyg_sar.comm.devices import other_states, set_other_states
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.message.layer_facts import facts_of, hook_names
 from pyg_sar.space.distributed_index import version_of
@@ -48,6 +51,44 @@ def padded_to(layer: torch.nn.Module, most_edges: int) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def other_draws(layer: torch.nn.Module) -> Iterator[list[str]]:
+    """Gives back what a block draws of Python's and NumPy's generators, the layer's own as well.
+
+    Yields a list, which names these generators afterwards.
+    """
+    own = [
+        (f"its generator '{name}'", value)
+        for module in layer.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState)
+    ]
+    before, states = other_states(), [_state_of(value) for _, value in own]
+    drawn: list[str] = []
+    try:
+        yield drawn
+    finally:
+        if not torch.equal(before, other_states()):
+            set_other_states(before)
+            drawn.append("Python's random or numpy.random")
+        for (name, value), state in zip(own, states, strict=True):
+            if pickle.dumps(_state_of(value)) != pickle.dumps(state):
+                drawn.append(name)
+                if isinstance(value, random.Random):
+                    value.setstate(state)
+                elif isinstance(value, np.random.Generator):
+                    value.bit_generator.state = state
+                else:
+                    value.set_state(state)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    is_new = isinstance(value, np.random.Generator)
+    return value.bit_generator.state if is_new else value.get_state(legacy=False)
 
 
 class TileValue(Tensor):
