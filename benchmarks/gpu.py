@@ -149,8 +149,8 @@ def parts(args: argparse.Namespace, folder: str, data: Any) -> Iterator[list[str
             here = median(epochs), memory(device, most=True) - before, loss
             whole = here if count == 1 else whole
             time, peak, apart = (a / b for a, b in zip(here, whole, strict=True))
-            found = [f"{here[0]:.3f}", f"{time:.2f}", f"{here[1]:.0f}", f"{peak:.3f}"]
-            yield [name, str(count), str(mode), *found, f"{moved:.0f}", f"{abs(apart - 1):.1e}"]
+            found = [f"{here[0]:.3f}", f"{time:.2f}", f"{here[1]:.1f}", f"{peak:.3f}"]
+            yield [name, str(count), str(mode), *found, f"{moved:.1f}", f"{abs(apart - 1):.1e}"]
 
 
 def main() -> None:
