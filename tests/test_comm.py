@@ -15,6 +15,7 @@ import pytest
 import torch
 from oracle import parts, workers
 
+from pyg_sar.comm.agreement import raised_everywhere
 from pyg_sar.comm.group import Communicator, current, finalize, init
 from pyg_sar.comm.launch import launch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, PygSarError, WorkerError
@@ -405,3 +406,18 @@ def test_errors_keep_their_rank_when_pickled():
     assert (type(error), str(error), error.rank) == (LostWorkerError, "gone", 2)
     assert error.traceback == "tb"
     assert isinstance(CommTimeoutError("late"), TimeoutError)
+
+
+def told_on_one_rank() -> None:
+    """As of ``trainer.resume()`` on rank 0 alone, where rank 1 trains."""
+    comm = current()
+    if comm.rank == 0:
+        with raised_everywhere(comm, ValueError, "", OSError):
+            pass
+    comm.all_gather_object("words")
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_what_another_function_tells_is_no_error_text(begin):
+    with pytest.raises(WorkerError, match=r"MismatchError: Ranks \[1\] called another function"):
+        begin(told_on_one_rank, 2)

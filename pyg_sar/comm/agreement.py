@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pyg_sar.comm.communicator import Communicator
+from pyg_sar.errors import MismatchError
+
+_PROBLEM = "A problem, or none: "
 
 
 @contextmanager
@@ -18,13 +21,23 @@ def raised_everywhere(
         comm: The workers; of all replicas, if there are several.
         kind: What is raised in the place of those that are ``caught``.
         what: How its text begins. The rank follows unless all met the same.
+
+    Raises:
+        MismatchError: Some workers told each other something else meanwhile.
     """
-    problem = None
+    problem = ""
     try:
         yield
     except caught as error:
-        problem = f"{what}{error}"
-    problems = comm.from_everyone(problem)
+        problem = f"{what}{error}" or type(error).__name__
+    said = comm.from_everyone(f"{_PROBLEM}{problem}")
+    others = [k for k, one in enumerate(said) if not str(one).startswith(_PROBLEM)]
+    if others:
+        raise MismatchError(
+            f"Ranks {others} called another function than rank {comm.rank}, in which all workers "
+            "tell each other something: call the same on all of them, in the same order"
+        )
+    problems = [one.removeprefix(_PROBLEM) for one in said]
     for rank, text in enumerate(problems):
-        if text is not None:
+        if text:
             raise kind(text if problems.count(text) == len(problems) else f"{text} (rank {rank})")
