@@ -174,19 +174,21 @@ class Chooser:
         choices = facts.choices
         known = choices.get((key, switches))
         if known is None:
-            known = choices.get(key)
-            known = None if known is None else self._still_holding(known)
-            if known is None:
-                rows = facts.rows.get((kind, switches))
-                everywhere = self._agree_on_call(str(key), rows is not None)
-                with other_draws(self.layer) as drawn:
+            with other_draws(self.layer) as drawn:
+                known = choices.get(key)
+                known = None if known is None else self._still_holding(known)
+                is_new = known is None
+                if known is None:
+                    rows = facts.rows.get((kind, switches))
+                    everywhere = self._agree_on_call(str(key), rows is not None)
                     known = self._decide(strategy, reason, rows if everywhere else None)
-                if drawn and (known.needs is not None or self.comm.world_size > 1):
-                    raise DistributedIndexError(
-                        f"{self.title} can't run distributed: its message (or aggregation) draws "
-                        f"numbers of {drawn[0]}, and runs several times, on some edges at a time. "
-                        "Draw in forward(), or with torch"
-                    )
+            if drawn and (known.needs is not None or self.comm.world_size > 1):
+                raise DistributedIndexError(
+                    f"{self.title} can't run distributed: its message (or aggregation) draws "
+                    f"numbers of {drawn[0]}, and runs several times, on some edges at a time. "
+                    "Draw in forward(), or with torch"
+                )
+            if is_new:
                 choices[key] = known
                 facts.rows[kind, switches] = known.rows
             choices[key, switches] = known

@@ -123,7 +123,8 @@ class _Call:
                 note_first(value, self.comm)
         if not module.training and self.comm.world_size > 1:
             for value in module.buffers():  # A norm's running statistics.
-                note_first(value, self.comm)
+                if type(value) is Tensor:
+                    note_first(value, self.comm)
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = self.edge_rows = [t.rows for t in self.edge_tensors]

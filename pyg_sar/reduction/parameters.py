@@ -135,7 +135,7 @@ def reconcile(
         if not ranks:
             continue
         exact = not tensor.is_floating_point()
-        place = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        place = torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data
         nan = place.isnan()
         value = place.nan_to_num() if place.is_floating_point() else place.to(torch.int64)
         few, many = (comm.all_reduce(nan.int(), op, label=_REPLICAS) for op in ("min", "max"))

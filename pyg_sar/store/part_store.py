@@ -188,8 +188,9 @@ class PartStore:
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Returns the pager's refusal with the remedy; other errors as they are."""
         text = str(error).partition("\n")[0]
-        if "API call failed" in text:  # PyTorch's stable ABI tells kernels no more.
-            text = last_error()
+        refused = last_error()
+        if "API call failed" in text and refused:  # PyTorch's stable ABI tells kernels no more.
+            text = refused
         elif not isinstance(error, torch.OutOfMemoryError):
             return error
         wanted = re.search(r"tensor of (\d+) bytes", text)
