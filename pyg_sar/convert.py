@@ -15,7 +15,6 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.files import check_type
 from pyg_sar.message.row_modules import has_foreign_module, is_compiled, overridden_entry
 from pyg_sar.nn.attention import GlobalMultiheadAttention
-from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.global_inputs import warn_of_memory
@@ -25,6 +24,7 @@ from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.reducing_layers import check_layer, mixin_of
 from pyg_sar.nn.shared_parameters import SharedParameters
+from pyg_sar.nn.uncompiled import between_graphs, keep_out_of_graphs
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import ReplicaGradients
 from pyg_sar.reduction.moments import OVER_ROWS
@@ -38,22 +38,17 @@ from pyg_sar.reduction.parameters import (
 
 
 @cache
-def _dist_class(
-    kind: type[MessagePassing], alone: bool, by_kernel: bool
-) -> type[DistMessagePassing]:
+def _dist_class(kind: type[MessagePassing], alone: bool) -> type[DistMessagePassing]:
     """The layer's class with :class:`DistMessagePassing` before it.
 
     Args:
         kind: The layer's class.
         alone: One process, whose layers can be compiled; else each call is made between two graphs.
-        by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
     """
     before = mixin_of(kind)
-    compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
-    methods = {
-        **names_of(kind),
-        **(methods_of(kind, by_kernel) if alone else compiled),
-    }
+    methods = dict(names_of(kind))
+    if not alone:
+        methods["__call__"] = between_graphs(DistMessagePassing.__call__)
     return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
 
 
@@ -131,7 +126,7 @@ def distribute(
                 for entry in {"propagate", "edge_updater"} & vars(module).keys():
                     if is_compiled(vars(module)[entry], kind, entry):
                         del vars(module)[entry]
-                module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
+                module.__class__ = _dist_class(kind, comm.world_size == 1)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
             module.model_draws = draws

@@ -36,8 +36,6 @@ EVERY = {
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
     "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
-    "test_compiled::test_layers_compile_without_a_break": 3,
-    "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
     "test_contract::test_rule_6_ties": 2,
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 11,

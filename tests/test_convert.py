@@ -45,7 +45,6 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import DistMessagePassing, SARPolicy
-from pyg_sar.nn.compiled import Compiled
 
 WORLD = 3
 
@@ -466,7 +465,7 @@ def is_distributed(layer: MessagePassing) -> bool:
     return (
         getattr(bound, "__func__", bound) is DistMessagePassing.propagate
         and getattr(updater, "__func__", updater) is DistMessagePassing.edge_updater
-        and (of_class is DistMessagePassing.propagate or isinstance(of_class, Compiled))
+        and of_class is DistMessagePassing.propagate
     )
 
 

@@ -326,10 +326,9 @@ def test_after_training(tmp_path, monkeypatch):
     assert numpy.load("scores.npy").shape == (30, 3)
 
 
-def test_compiled():
-    data = a_graph()
-    names = {"x": data.x, "edge_index": data.edge_index, "model": MyModel()}
-    run("docs/compiled.md", snippets("docs/compiled.md"), pyg_sar=pyg_sar, torch=torch, **names)
+def test_the_faq():
+    names = {"GCN": GCN, "model": pyg_sar.distribute(GCN(4, 4, 1))}
+    run("docs/faq.md", snippets("docs/faq.md"), torch=torch, **names)
 
 
 def test_the_global_view(tmp_path, monkeypatch):
@@ -405,7 +404,7 @@ def test_links_between_documents_lead_somewhere():
 def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
-    tried = ("compiled", "what-runs", "inference", "larger-than-memory", "link_prediction")
+    tried = ("faq", "what-runs", "inference", "larger-than-memory", "link_prediction")
     tried = (*tried, "whole-graph", "launching", "planning", "recipes")
     found = {name for name in names if snippets(name)}
     assert found == {"README.md", *(f"docs/{name}.md" for name in (*tried, "training", "verify"))}

@@ -100,7 +100,7 @@ GUIDES = {
     "Start": ["faq", "how_it_works", "whole-graph", "what-runs"],
     "Train": ["training", "launching", "larger-than-memory", "link_prediction", "recipes"],
     "Before and after": ["partitioning", "planning", "verify", "inference"],
-    "More": ["compiled", "gpu", "versions", "results", "architecture"],
+    "More": ["gpu", "versions", "results", "architecture"],
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -53,7 +53,6 @@ from pyg_sar.message.layer_state import (
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
-from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of, with_seed
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
 from pyg_sar.nn.model_draws import (
@@ -87,6 +86,7 @@ from pyg_sar.nn.propagation import (
     with_room,
 )
 from pyg_sar.nn.transform_first import known_base, transforming_first
+from pyg_sar.nn.uncompiled import between_graphs
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.partial_edges import inner
@@ -141,12 +141,22 @@ class DistMessagePassing(MessagePassing):
     _one_shot_call: bool = False
     model_draws: DrawsOfLayers | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
-    compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
 
     # [Note: pinned] PyG compiles `propagate` and `edge_updater` from templates when a layer is
     # built, copied or unpickled, and installs them on the class, over an inherited override.
     def _set_jittable_templates(self, raise_on_error: bool = False) -> None:
         pass
+
+    def __prepare_scriptable__(self) -> Any:
+        """Is called by ``torch.jit.script``, which knows PyG's own layers alone.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"torch.jit.script() got a model with {title_of(self)}, which is distributed: script "
+            "PyG's own model with its weights, plain.load_state_dict(model.state_dict())"
+        )
 
     # Entry points ############################################################
 
@@ -158,7 +168,6 @@ class DistMessagePassing(MessagePassing):
         if torch.compiler.is_compiling():
             if edges:
                 return self._uncompiled(*args, **kwargs)
-            self._one_shot_call = kwargs.get("return_attention_weights") is not None
             return super().__call__(*args, **kwargs)
         if not edges:
             fused = self._own_graph(args, kwargs)
@@ -186,9 +195,6 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
-            compiled = self.compiled_propagate
-            if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
-                return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.nn.compiled import between_graphs
+from pyg_sar.nn.uncompiled import between_graphs
 from pyg_sar.reduction.moments import (
     Moments,
     check_batch,
