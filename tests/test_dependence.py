@@ -28,8 +28,10 @@ from oracle import (
     Partitions,
     Sweep,
     apart,
+    error,
     make_graph,
     node_losses,
+    whole,
     workers,
 )
 from torch import Tensor
@@ -41,7 +43,7 @@ from torch_geometric.utils import softmax
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, WorkerError
 
 WORLD = 3
 POLICIES = (
@@ -388,6 +390,86 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
         assert x.grad is not None
         for gradients in found:
             assert torch.allclose(gradients[step], x.grad, rtol=1e-10, atol=1e-12)
+
+
+EDGES = 211
+SCALE = torch.ones(EDGES, CHANNELS, dtype=torch.float64)
+
+
+class Outside(MessagePassing):
+    """A gate per edge that is no attribute; in case 1 its message is linear in source rows."""
+
+    by_class = SCALE
+
+    def __init__(self, place: str, case: int) -> None:
+        super().__init__(aggr="sum")
+        self.place, self.case, self.made = place, case, SimpleNamespace(scale=SCALE)
+        cell = SCALE
+
+        def look() -> Tensor:
+            return cell
+
+        def put(value: Tensor) -> None:
+            nonlocal cell
+            cell = value
+
+        self.look, self.put = look, put
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor, ids: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr, ids=ids)
+
+    def message(self, x_j: Tensor, edge_attr: Tensor, ids: Tensor) -> Tensor:
+        gate = edge_attr.cos().repeat(1, 2)[:, :CHANNELS]
+        return (x_j if self.case == 1 else x_j.sin()) * gate * self.scale()[ids]
+
+    def scale(self) -> Tensor:
+        return {
+            "global": lambda: SCALE,
+            "class": lambda: self.by_class,
+            "object": lambda: self.made.scale,
+            "closure": self.look,
+        }[self.place]()
+
+    def change(self, scale: Tensor) -> None:
+        if self.place == "global":
+            globals()["SCALE"] = scale
+        elif self.place == "class":
+            Outside.by_class = scale
+        elif self.place == "object":
+            self.made.scale = scale
+        else:
+            self.put(scale)
+
+
+@pytest.mark.parametrize("place", ("global", "class", "object", "closure"))
+@pytest.mark.parametrize("case", (1, 2))
+def test_what_a_message_reads_outside_of_its_layer(
+    case: int, place: str, graph: Data, tmp_path: Path
+):
+    """One edge's number changes before the backward pass: no wrong gradients without an error."""
+    graph = copy.copy(graph)
+    graph.ids = torch.arange(EDGES)
+    root, before = Partitions(tmp_path)(graph, 2, "random"), SCALE
+
+    def worker(column: int | None) -> Tensor:
+        data = pyg_sar.load_partition(root)
+        layer: Any = pyg_sar.distribute(Outside(place, case))
+        x = data.x.clone().requires_grad_()
+        loss = layer(x, data.edge_index, data.edge_attr, data.ids).square().sum()
+        if column is not None:
+            scale = before.clone()
+            scale[column] = 3.0
+            layer.change(scale)
+        loss.backward()
+        return whole(x.grad)
+
+    x = graph.x.clone().requires_grad_()
+    Outside(place, case)(x, graph.edge_index, graph.edge_attr, graph.ids).square().sum().backward()
+    for found in workers(worker, 2, None):
+        assert error(found, x.grad) <= 1e-10
+    for column in (EDGES // 3, EDGES - 1):
+        with pytest.raises(WorkerError, match="came out differently"):
+            workers(worker, 2, column)
 
 
 class Counted(MessagePassing):

@@ -30,6 +30,7 @@ from torch import Tensor
 from pyg_sar.message.attention_trace import AttentionOf, attention_in, is_by_pyg
 from pyg_sar.message.layer_facts import standing_in
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
+from pyg_sar.message.outside import reads_outside
 from pyg_sar.message.program import Mapped, TileProgram
 from pyg_sar.message.recording import Products, Recording
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, spread
@@ -57,6 +58,7 @@ class Dependence:
         saved_bytes_per_edge: What autograd keeps per edge besides source values.
         message_bytes: Bytes of one message, and of what the aggregation maps it to.
         reads_nodes: It reads rows of a tensor of this worker's nodes by ids of its own.
+        reads_outside: It may read what is neither an argument nor held by the layer.
     """
 
     needs_gradient: bool
@@ -68,13 +70,15 @@ class Dependence:
     reads_nodes: bool = False
     product: tuple[int, int] | None = None
     attention: AttentionOf | None = None
+    reads_outside: bool = False
 
     @classmethod
     def agreed(cls, everyone: Sequence[Sequence[Any]]) -> Dependence:
         """The needs of all workers together, each given by its attributes in their order."""
-        gradient, sources, source, patterns, saved, size, reads, products, attentions = zip(
+        gradient, sources, source, patterns, saved, size, reads, *found, outside = zip(
             *everyone, strict=True
         )
+        products, attentions = found
         same, attends = (
             found[0] is not None and found.count(found[0]) == len(found)
             for found in (products, attentions)
@@ -89,6 +93,7 @@ class Dependence:
             all(reads),
             tuple(products[0]) if same else None,
             AttentionOf(*attentions[0]) if attends else None,
+            any(outside),
         )
 
 
@@ -273,6 +278,7 @@ class Observation:
             ),
             product=None if complete else products.found(messages),
             attention=None if opaque else self._attention(program),
+            reads_outside=reads_outside(self._layer),
         )
 
     def _attention(self, program: TileProgram) -> AttentionOf | None:

@@ -324,7 +324,7 @@ class AmbientState:
         self._names: list[tuple[dict[str, Any], set[str]]] = []
         for title, module in layer.named_modules():
             own = vars(module)
-            kept = [k for k, v in own.items() if k not in _OF_PYG and _kept(v)]
+            kept = [k for k, v in own.items() if k not in _OF_PYG and is_kept(v)]
             some: list[tuple[Any, list[str]]] = [(own, kept)]
             some += [(r, [*r]) for r in (module._parameters, module._buffers, module._modules)]
             for registry, names in some:
@@ -509,12 +509,12 @@ def _is_record(value: Any) -> bool:
     return all(isinstance(field, _NUMBERS) for field in fields.values())
 
 
-def _kept(value: Any) -> bool:
+def is_kept(value: Any) -> bool:
     """Says if an attribute is state that a message may read, and keeps no graph of autograd."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.grad_fn is None
     if isinstance(value, _CONTAINERS) or type(value) is tuple:
-        return all(map(_kept, value.values() if isinstance(value, dict) else value))
+        return all(map(is_kept, value.values() if isinstance(value, dict) else value))
     is_state = isinstance(value, (*_NUMBERS, np.ndarray))
     return is_state or callable(value) or _is_record(value)
 

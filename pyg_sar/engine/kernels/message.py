@@ -6,7 +6,9 @@ is where the backward pass finds a tile's graph:
 * kept: it was made in the forward pass. Mode 2 keeps every graph with the rows in it. Mode 1 does
   so where the graph holds nothing of the source rows (case 1) and little else.
 * remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
-  without memory, since the gradient doesn't depend on their values.
+  without memory, since the gradient doesn't depend on their values. A message that may read what is
+  neither an argument nor held by the layer (a global) gets its rows in case 1, too: its values are
+  compared with those of the forward pass.
 * none: the message is the source rows themselves; its gradient is the aggregate's.
 
 [Note: order of random numbers] A remade message must see the random numbers that it saw at first.
@@ -16,6 +18,7 @@ Tiles are remade in the order in which they were made, from the random state at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -43,7 +46,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.space.shard import Block, Tile, empty_tile
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
-_FEW = 8  # messages by which it shows that others were made again
+_TOGETHER = 1024  # messages that have a checksum
 
 
 @dataclass(slots=True)
@@ -116,8 +119,9 @@ class Messages(Kernel):
         readers = [reducer for group in self.reducers() for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
         self.remakes = not (self.no_graph or self.keeps_graphs)
-        self.refetches = needs.needs_sources and self.remakes
-        sources = () if needs.needs_sources else program.numbers("source")
+        reads_sources = needs.needs_sources or (self.remakes and needs.reads_outside)
+        self.refetches = reads_sources and self.remakes
+        sources = () if reads_sources else program.numbers("source")
         self.unread = frozenset(range(len(program.operands)) if self.no_graph else sources)
         # Where a mode remakes graphs it does so in the order of the forward pass, and all add up in
         # the same order.
@@ -128,7 +132,7 @@ class Messages(Kernel):
         self.graphs: list[_Graph] = []
         self.read: dict[str, Tensor] = {}  # by a message of no edges, in a call that had none
         self._operands: list[tuple[Tensor, int] | None] = []  # with versions, of graphs that stay
-        self.made: dict[int, tuple[slice, list[Tensor]]] = {}  # a few of each unit's first tile
+        self.made: dict[tuple[int, int], list[Tensor]] = {}  # checksums of each tile's messages
         self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
@@ -205,10 +209,10 @@ class Messages(Kernel):
 
     def check_made(self, graph: _Graph) -> None:
         """Raises where messages that are made again are others than in the forward pass."""
-        edges, before = self.made.get(graph.tile.unit, (None, []))
-        if edges != graph.tile.edges:
+        before = self.made.get((graph.tile.unit, graph.tile.edges.start))
+        if before is None:
             return
-        now = [present(root.messages)[:_FEW] for root in graph.roots]
+        now = [checksums(present(root.messages)) for root in graph.roots]
         if all(torch.equal(a, b) or alike(a, b) for a, b in zip(now, before, strict=True)):
             return
         raise DistributedIndexError(
@@ -289,9 +293,9 @@ class MessagesForward(Pass):
             if kernel.no_graph:
                 kernel.check_source(graph, values[kernel.needs.source])
             del values
-            if self._record and kernel.refetches and tile.unit not in kernel.made:
-                few = [present(root.messages)[:_FEW].detach().clone() for root in graph.roots]
-                kernel.made[tile.unit] = tile.edges, few
+            if self._record and kernel.refetches:
+                made = [checksums(present(root.messages)) for root in graph.roots]
+                kernel.made[tile.unit, tile.edges.start] = made
             self._merge(graph)
             if self._keep:
                 for root, group in zip(graph.roots, self._reducers, strict=True):
@@ -505,6 +509,31 @@ def changed_message(title: str) -> DistributedIndexError:
         "analysed, and is not now, or is another one, though no flag, name or number among the "
         "layer's attributes tells. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
     )
+
+
+@torch.no_grad()
+def checksums(messages: Tensor) -> Tensor:
+    r"""Sums of every 1024 messages by which it shows that they were made again as at first.
+
+    .. math:: c_k = \sum_{e = 1024 k}^{1024 k + 1023} w_e \sum_f v_f m_{ef}
+
+    The weights differ, so that messages which change places, or signs, change the sums.
+
+    Args:
+        messages: ``[E, *]``.
+
+    Returns:
+        ``[ceil(E / 1024)]``, of at least single precision.
+    """
+    rows = torch.view_as_real(messages.resolve_conj()) if messages.is_complex() else messages
+    rows = rows.reshape(rows.size(0), math.prod(rows.shape[1:]))
+    rows = rows.float() if rows.element_size() < 4 or not rows.is_floating_point() else rows
+    of_columns = torch.arange(rows.size(1), dtype=rows.dtype, device=rows.device).cos()
+    of_rows = torch.arange(_TOGETHER, dtype=rows.dtype, device=rows.device).sin().add_(2)
+    with torch.autocast(rows.device.type, enabled=False):
+        sums = rows @ of_columns.add_(2)
+        left = -sums.numel() % _TOGETHER
+        return torch.nn.functional.pad(sums, (0, left)).view(-1, _TOGETHER) @ of_rows
 
 
 def _own(tensor: Tensor) -> Tensor:
