@@ -785,3 +785,35 @@ def test_a_model_of_another_part_is_refused(tmp_path: Path):
         host(fn, 2)
     with pytest.raises(WorkerError, match="runs this model in the same process, and rank 1"):
         host(torch.no_grad()(fn), 2)
+
+
+def of_a_module(data: Data, model: torch.nn.Module, weight: Tensor) -> Tensor:
+    return model(data.x)
+
+
+def of_a_layer(data: Data, model: torch.nn.Module, weight: Tensor) -> Tensor:
+    return gnn.SimpleConv()(data.x * weight[:CHANNELS, 0], data.edge_index)
+
+
+def of_a_table(data: Data, model: torch.nn.Module, weight: Tensor) -> Tensor:
+    return data.x * weight
+
+
+def of_read_rows(data: Data, model: torch.nn.Module, weight: Tensor) -> Tensor:
+    return weight[data.y]
+
+
+@pytest.mark.parametrize("use", [of_a_module, of_a_layer, of_a_table, of_read_rows])
+def test_a_leaf_of_another_part_is_refused(use: Callable[..., Tensor], tmp_path: Path):
+    """It would get each part's gradient, and each part's step; or parts would wait for its lock."""
+    graph = make_graph()
+    pyg_sar.write_partitions(graph, 2, tmp_path / "parts", "random")
+    model = torch.nn.Linear(CHANNELS, OUT).double()
+    weight = torch.ones_like(graph.x, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+
+    def fn() -> None:
+        use(pyg_sar.load_partition(tmp_path / "parts"), model, weight).sum().backward()
+
+    with pytest.raises(WorkerError, match=r"Parts 0 and 1 .* requires a gradient"):
+        host(fn, 2)

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_sar.comm.backends import reduced, to_bytes
 from pyg_sar.comm.communicator import Communicator, GroupCommunicator
@@ -29,6 +30,7 @@ from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.messages import GATHER, num_bytes, unlike
 from pyg_sar.comm.store import no_check
 from pyg_sar.comm.turns import Turns
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import Label
 from pyg_sar.store.host_store import PINNED, HostStore
@@ -185,6 +187,22 @@ class Host:
         self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
+        self._learning = WeakTensorKeyDictionary()
+
+    def claim(self, tensor: Tensor, part: int) -> None:
+        """Notes the part that a tensor learns in, which no other part may use.
+
+        Raises:
+            DistributedIndexError: Another part has used it. Each would add to its one gradient, and
+                step it.
+        """
+        owner = self._learning.setdefault(tensor, part)
+        if owner != part:
+            raise DistributedIndexError(
+                f"Parts {owner} and {part} of one process use the same tensor of shape "
+                f"{list(tensor.shape)} that requires a gradient, of which there is one then: make "
+                "it, its model, and the optimizer within the function that each part runs"
+            )
 
     def speaker(self, part: int) -> int:
         """Returns the rank that a part's own errors name; none with replicas: workers have them."""

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` doesn't look into: calls that talk to other workers."""
+"""Calls that ``torch.compile`` does not look into: those that talk to other workers."""
 
 from __future__ import annotations
 

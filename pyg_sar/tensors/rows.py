@@ -69,6 +69,7 @@ def known_by(tensor: Tensor) -> tuple[Any, ...]:
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
 _FIRST = 2**12  # numbers that are read of what operators and gradients hold
 _TABLES = 256  # of which it is kept what was read, until that is compared
+_NEAR = 64  # nodes of a graph in which leaves are looked for
 
 
 def note_plain(tensor: Tensor, comm: Communicator) -> None:
@@ -103,10 +104,32 @@ def note_first(tensor: Tensor, comm: Communicator) -> None:
     """Notes the first numbers of a plain tensor beside rows of workers, as a weight is.
 
     A GPU's are not read, for which it would have to be waited.
+
+    Raises:
+        DistributedIndexError: It learns, and another part of this process uses it, too.
     """
+    _claim(tensor, comm)
     first = _first(tensor)
     if first is not None:
         comm.beside = zlib.crc32(bytes_of(first).numpy().tobytes(), comm.beside)
+
+
+def _claim(tensor: Tensor, comm: Communicator) -> None:
+    """Claims what a plain tensor learns for this part: the leaves that it is, or was computed of.
+
+    Raises:
+        DistributedIndexError: Another part of this process has used one.
+    """
+    if comm.host is None or not tensor.requires_grad:
+        return
+    if tensor.is_leaf:
+        return comm.host.claim(tensor, comm.rank)
+    nodes: list[Any] = [tensor.grad_fn]
+    for node in nodes:  # Those near by: longer histories are of node tensors, which are claimed.
+        if hasattr(node, "variable"):
+            comm.host.claim(node.variable, comm.rank)
+        if len(nodes) < _NEAR:
+            nodes += [parent for parent, _ in node.next_functions if parent is not None]
 
 
 def _first(tensor: Tensor) -> Tensor | None:
@@ -133,6 +156,7 @@ def note_table(table: Tensor, indices: Sequence[Tensor | None], comm: Communicat
             out.
         comm: The workers.
     """
+    _claim(table, comm)
     first = _first(table) if comm.world_size > 1 else None
     if first is None or first._is_zerotensor():
         return
