@@ -609,3 +609,56 @@ def test_looking_at_a_message_draws_nothing(tmp_path: Path):
     expected = coins(None, "a scale")
     for found in parts(coins, 3, root, "a scale"):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+class OfGenerator(gnn.MessagePassing):
+    """Draws in its message from a generator of torch of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("sum")
+        self.kind, self.own = kind, torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        if self.kind == "state put back":
+            before = torch.get_rng_state()
+            torch.manual_seed(0)
+            factor = torch.rand(x_j.size(0), 1)
+            torch.set_rng_state(before)
+            return x_j * factor
+        local = torch.Generator().manual_seed(0)
+        if self.kind == "local":
+            return x_j * (torch.rand(x_j.size(0), 1, generator=local) > 0.3)
+        if self.kind == "attribute":
+            return x_j * torch.rand(x_j.size(0), 1, generator=self.own)
+        if self.kind == "one number":
+            return x_j * torch.rand(1, generator=self.own)
+        if self.kind == "in place":
+            return x_j * torch.empty_like(x_j).uniform_(generator=local)
+        return x_j * torch.bernoulli(x_j.sigmoid(), generator=local)
+
+
+def of_generator(root: Path | None, kind: str) -> list[float]:
+    data: Any = make_graph() if root is None else pyg_sar.load_partition(root)
+    layer = OfGenerator(kind) if root is None else pyg_sar.distribute(OfGenerator(kind))
+    found = [float(layer(data.x, data.edge_index).square().sum()) for _ in range(3)]
+    return [*found, float(torch.rand(1, generator=layer.own))]
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+@pytest.mark.parametrize(
+    "kind", ["local", "attribute", "one number", "in place", "bernoulli", "state put back"]
+)
+def test_a_message_that_draws_from_a_generator_of_torch(kind: str, tmp_path: Path):
+    """It is right, on tensors of the whole graph, or refused."""
+    root = Partitions(tmp_path)(make_graph(), 3, "random")
+    try:
+        everyone = parts(of_generator, 3, root, kind)
+    except WorkerError as caught:
+        assert kind in ("in place", "bernoulli", "state put back"), kind
+        assert "generator" in str(caught) or "draws random numbers" in str(caught)
+        return
+    for found in everyone:
+        assert found == pytest.approx(of_generator(None, kind), rel=1e-9)

@@ -192,6 +192,7 @@ class Chooser:
                 choices[key] = known
                 facts.rows[kind, switches] = known.rows
             choices[key, switches] = known
+            facts.found(known.rows is not None and known.rows.mine.asks)
         # Of this graph, which may be another one than the last.
         return replace(known, sizes=self.rows.sizes()) if known.sizes else known
 
@@ -266,17 +267,23 @@ class Chooser:
         """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone;
         returns the attributes that it leaves with a row per edge.
         """
-        key = self.layer.policy, self.layer.call_key(self.kwargs)[0]
-        known = facts_of(self.layer).edge_updates
-        if key in known:
-            return known[key]
-        self._agree_on_call(str(key))
-        method = "edge_update"
+        kind, switches = self.layer.call_key(self.kwargs)
+        key, facts, method = (self.layer.policy, kind), facts_of(self.layer), "edge_update"
+        known = facts.edge_updates
+        if (key, switches) in known:
+            return known[key, switches]
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, method)
         with other_draws(self.layer):  # It runs once more, for all edges.
-            _, agreed = self.rows.agree(levels, nodes, method)
-        known[key] = agreed.keeps
-        return agreed.keeps
+            if key in known:  # Each worker looks again by itself.
+                mine, keeps = self.rows.look(levels, nodes, method), known[key]
+                self.rows.refuse(mine.refused, self.comm.rank)
+            else:
+                self._agree_on_call(str(key))
+                mine, agreed = self.rows.agree(levels, nodes, method)
+                known[key] = keeps = agreed.keeps
+        known[key, switches] = keeps
+        facts.found(mine.asks)
+        return keeps
 
     def _whole(self, reason: str) -> Choice:
         facts = facts_of(self.layer)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -309,6 +309,13 @@ def is_known(layer: MessagePassing) -> bool:
     return known and not has_foreign_module(used)
 
 
+Watching = Callable[[Tensor, Tensor], AbstractContextManager[Callable[[int], int]]]
+
+
+def _unwatched(messages: Tensor, index: Tensor) -> AbstractContextManager[Callable[[int], int]]:
+    return nullcontext(int)
+
+
 class AggregateCheck:
     """Tries a layer's aggregation. Communicates nothing.
 
@@ -335,14 +342,16 @@ class AggregateCheck:
         self.index = torch.arange(EDGES, device=rows.device) * TARGETS // EDGES
         self.gives: type = Tensor
 
-    def found(self, knows_order: bool) -> tuple[str, tuple[str, ...]]:
+    def found(self, knows_order: bool, watching: Watching) -> tuple[str, tuple[str, ...]]:
         """Returns why it can't run over workers (or an empty string), and what it changes itself.
 
         Args:
             knows_order: The edges' order in the whole graph is known.
+            watching: A context for a run with messages and their targets, which gives what makes
+                numbers of nodes that note their use.
         """
         every = torch.arange(EDGES, device=self.index.device)
-        whole, changed = self._run(every)
+        whole, changed = self._run(every, watching=watching)
         if not issubclass(self.gives, Tensor):
             return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}", ()
         if not self.messages.is_floating_point():
@@ -386,7 +395,7 @@ class AggregateCheck:
         return False
 
     def _run(
-        self, edges: Tensor, count: int = 0
+        self, edges: Tensor, count: int = 0, watching: Watching = _unwatched
     ) -> tuple[Tensor | None, list[tuple[str, Any, Any]]]:
         """Aggregates of the edges' targets ``[U, *]``, or of the first ``count`` ones."""
         layer, axis = self.layer, int(self.layer.node_dim)
@@ -399,13 +408,13 @@ class AggregateCheck:
             for n, v in self.arguments.items()
         }
         own = {"index": index, "ptr": None, "edge_index_i": index}
-        own |= dict.fromkeys(("dim_size", "size_i", "size_j"), count)
-        own["size"] = [count, count]
         messages = self.messages.index_select(0, edges)
         messages = messages.movedim(0, axis) if axis % messages.dim() else messages
         state, ambient = Snapshot(layer), AmbientState(index.device, layer)
         try:
-            with torch.no_grad(), ambient.restored():
+            with torch.no_grad(), ambient.restored(), watching(messages, index) as length:
+                own |= dict.fromkeys(("dim_size", "size_i", "size_j"), length(count))
+                own["size"] = [length(count), length(count)]
                 for module in layer.modules():
                     module.training = False
                 data = layer.inspector.collect_param_data("aggregate", {**given, **own})

@@ -30,7 +30,7 @@ from torch import Tensor
 from pyg_sar.message.attention_trace import AttentionOf, attention_in, is_by_pyg
 from pyg_sar.message.layer_facts import standing_in
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
-from pyg_sar.message.outside import reads_outside
+from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import Mapped, TileProgram
 from pyg_sar.message.recording import Products, Recording
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, spread
@@ -278,7 +278,7 @@ class Observation:
             ),
             product=None if complete else products.found(messages),
             attention=None if opaque else self._attention(program),
-            reads_outside=reads_outside(self._layer),
+            reads_outside=outside_of(self._layer).changes,
         )
 
     def _attention(self, program: TileProgram) -> AttentionOf | None:

@@ -311,6 +311,13 @@ class _EdgeDrawing(Drawing):
         self._draws, self._columns, self._number = draws, columns, 0
         self._count, self._padding = count, padding
 
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OTHERS and (kwargs or {}).get("generator") is None:
+            raise self._draws._refusal(_NOT_KNOWN)
+        return super().__torch_function__(func, types, args, kwargs)
+
     def like(self, x: Tensor, fill: Fill, dtype: torch.dtype | None = None) -> Tensor:
         draws = self._draws
         if x.dim() == 0 or x.size(0) != self._count + self._padding:
@@ -405,3 +412,9 @@ DRAWS: dict[Any, Any] = {
     **dict.fromkeys(_IN_PLACE, _of_filling),
 }
 """Functions that are known to draw a row for each row of a tensor, and what stands for them."""
+_OTHERS = frozenset({
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, torch.bernoulli,
+    torch.multinomial, torch.normal, torch.poisson, Tensor.bernoulli, Tensor.multinomial,
+    Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_,
+})  # fmt: skip
+"""Others, which may be called where the generator's state is put back afterwards."""

@@ -120,6 +120,8 @@ def standing_in(*methods: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator
 
 # Facts ########################################################################
 
+_MOST_KEYS = 256
+
 
 @dataclass
 class LayerFacts:
@@ -141,6 +143,9 @@ class LayerFacts:
         not_fused: Values of ``training`` in which no kernel is for it on one process.
         only_fused: The present call is worth it for the kernels alone.
         identity: An object of this layer alone, for keys.
+        outside: What its message may read beside its arguments
+            (:class:`pyg_sar.message.outside.Outside`); ``None``: to be found out.
+        asks: What its message does may depend on values of tensors.
     """
 
     before_tiles: dict[str, Any] = field(default_factory=dict)
@@ -156,6 +161,18 @@ class LayerFacts:
     not_fused: set[bool] = field(default_factory=set)
     only_fused: bool = False
     identity: object = field(default_factory=object)
+    outside: Any = None
+    asks: bool = False
+
+    def found(self, asks: bool) -> None:
+        """Notes that the layer was looked at; of values that change at each call a few are kept."""
+        self.asks |= asks
+        self.outside = None  # It may name others now.
+        if len(self.steady) + len(self.choices) + len(self.edge_updates) > _MOST_KEYS:
+            self.steady.clear()
+            for known in (self.choices, self.rows, self.edge_updates):
+                for key in [key for key in known if isinstance(key[0], tuple)]:
+                    del known[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerFacts:
         return LayerFacts(copy.deepcopy(self.before_tiles, memo))

@@ -65,11 +65,19 @@ def other_draws(layer: torch.nn.Module) -> Iterator[list[str]]:
         for name, value in vars(module).items()
         if isinstance(value, random.Random | np.random.Generator | np.random.RandomState)
     ]
+    of_torch = [
+        (value, value.get_state())
+        for module in layer.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Generator)
+    ]
     before, states = other_states(), [_state_of(value) for _, value in own]
     drawn: list[str] = []
     try:
         yield drawn
     finally:
+        for generator, kept in of_torch:
+            generator.set_state(kept)
         if not torch.equal(before, other_states()):
             set_other_states(before)
             drawn.append("Python's random or numpy.random")

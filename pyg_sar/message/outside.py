@@ -2,84 +2,159 @@
 
 The backward pass runs a message again. Arguments are then as they were, and so are attributes
 (:class:`~pyg_sar.message.layer_state.AmbientState`). Globals, closures, attributes of classes and
-fields of objects are not: they may be others by then, and only the messages' values tell.
+fields of objects are not: they may be others by then, and only the messages' values tell. In the
+next call they may have the message do something else than it was analysed for: so their numbers,
+names and objects are part of a call's key (:func:`state_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
+from sys import stdlib_module_names
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor, nn
 
-from pyg_sar.message.layer_facts import home_of, hooks_of
+from pyg_sar.message.layer_facts import Itself, home_of, hooks_of
 from pyg_sar.message.layer_state import is_kept
 
-_KNOWN = frozenset({"torch", "torch_geometric", "pyg_sar", "numpy", "math", "builtins", "typing"})
+_KNOWN = frozenset({
+    "torch", "torch_geometric", "pyg_sar", "numpy", "math", "builtins", "typing", "torch_scatter",
+    "torch_sparse", "torch_cluster", "einops",
+})  # fmt: skip
 _BY_NAME = frozenset({"getattr", "globals", "vars", "eval", "exec", "open", "next", "__import__"})
+_OF_LAYER = "message", "edge_update", "aggregate", "update"
+_PLAIN = bool, int, float, complex, str, bytes, type(None)
+_MANY = 256  # entries of a container that are looked at
+_DEEP = 3  # objects within objects
 
 
-def reads_outside(layer: nn.Module) -> bool:
-    """Returns whether a layer's message may read what its backward pass can't put back.
+class _Cell(NamedTuple):
+    """A variable of a function around another one, as a mapping."""
+
+    cell: Any
+
+    def get(self, name: str) -> Any:
+        return self.cell.cell_contents
+
+
+class Outside(NamedTuple):
+    """What a layer's message, and what comes with it, may read beside its arguments.
+
+    Attributes:
+        places: Where values are, by their names; those of the layer's own modules as well.
+        changes: Some of them may be others when the message runs again.
+        unknown: What it reads can't be told: by name, or from a module like ``os``.
+    """
+
+    places: list[tuple[Any, str]]
+    changes: bool
+    unknown: bool
+
+    def state(self) -> tuple[Any, ...]:
+        """Returns the values, as part of a key."""
+        return tuple([state_of(place.get(name)) for place, name in self.places])
+
+
+def outside_of(layer: nn.Module) -> Outside:
+    """Returns what a layer's message may read beside its arguments.
 
     Its code and that of the user's functions, methods and modules that it names are looked at.
 
     Args:
         layer: A layer of PyG, or one of the user's.
     """
-    if hooks_of(layer, "message", "edge_update"):
-        return True
-    return any(
-        _reads_outside(module, ("message", "edge_update") if module is layer else ("forward",))
-        for module in layer.modules()
-    )
+    found = Outside([], bool(hooks_of(layer, "message", "edge_update")), False)
+    for module in layer.modules():
+        methods = _OF_LAYER if module is layer else ("forward",)
+        changes, unknown = _look(module, methods, found.places)
+        found = Outside(found.places, found.changes or changes, found.unknown or unknown)
+    return found
 
 
-def _reads_outside(module: nn.Module, methods: tuple[str, ...]) -> bool:
-    waiting = [_function(_named(module, name)) for name in methods]
+def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[bool, bool]:
+    """Returns whether a module's methods read what may change, and what can't be told."""
+    changes = unknown = False
+    waiting = [(_named(module, name), module) for name in methods]
     seen: set[Any] = set()
     while waiting:
-        function = waiting.pop()
+        value, owner = waiting.pop()
+        function: Any = _function(value)
         if function is None or function in seen or not _is_users(function):
             continue
         seen.add(function)
-        for value in _values_of(function, module):
-            waiting.append(_function(value))
-            if waiting[-1] is None and not _is_constant(value):
-                return True
-    return False
+        names = _names_in(function.__code__)
+        unknown |= not _BY_NAME.isdisjoint(names)
+        for place, name in _places_of(function, names, owner):
+            value = place.get(name)
+            if value is None or _is_constant(value):
+                continue
+            places.append((place, name))
+            unknown |= isinstance(value, ModuleType) and value.__name__ in stdlib_module_names
+            held = owner is module and place is vars(module) and is_kept(value)
+            changes |= _function(value) is None and not (held and not callable(value))
+            waiting += _functions_in(value, owner)
+    return changes or unknown, unknown
 
 
-def _values_of(function: FunctionType, module: nn.Module) -> Iterator[Any]:
-    """Yields what names in a function's code may be: globals, attributes, variables outside."""
-    codes = [function.__code__]
-    for code in codes:
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        for name in code.co_names:
-            yield object() if name in _BY_NAME else function.__globals__.get(name)
-            found = _named(module, name)
-            held = name in vars(module) and not callable(found) and is_kept(found)
-            yield None if held or isinstance(found, Tensor | nn.Module) else found
+def _functions_in(value: Any, owner: Any) -> list[tuple[Any, Any]]:
+    """Returns the functions that a value is or holds, or methods of its class, and of whom."""
+    if isinstance(value, Mapping | list | tuple) and len(value) <= _MANY:
+        items = value.values() if isinstance(value, Mapping) else value
+        return [(item, owner) for item in items]
+    if _function(value) is not None or isinstance(value, type | ModuleType | Tensor | nn.Module):
+        return [(value, owner)]
+    own = [base for base in type(value).__mro__ if base.__module__.partition(".")[0] not in _KNOWN]
+    return [(method, value) for base in own for method in vars(base).values()]
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Returns the names in the code of a function, and of functions within it, in order."""
+    codes, names = [code], set[str]()
+    for one in codes:
+        codes += [const for const in one.co_consts if isinstance(const, CodeType)]
+        names.update(one.co_names)
+    return sorted(names)
+
+
+def _places_of(function: FunctionType, names: list[str], owner: Any) -> Iterator[tuple[Any, str]]:
+    """Yields where names in a function's code may have their values."""
+    for name in names:
+        value = function.__globals__.get(name)
+        if value is not None:
+            yield function.__globals__, name
+        for of_module in names if isinstance(value, ModuleType | type) else ():
+            if not _is_constant(value) and of_module in vars(value):
+                yield vars(value), of_module
+        place = _place_of(owner, name)
+        if place is not None and not isinstance(place.get(name), Tensor | nn.Module):
+            yield place, name
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield cell.cell_contents
+            yield _Cell(cell), name
+
+
+def _place_of(owner: Any, name: str) -> Any:
+    """Returns where an object's attribute is; ``None``: it has none, or PyTorch's or PyG's."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own
+    base: Any = next((base for base in type(owner).__mro__ if name in vars(base)), None)
+    known = base is None or base.__module__.partition(".")[0] in _KNOWN
+    return None if known else vars(base)
 
 
 def _named(module: nn.Module, name: str) -> Any:
-    """Returns a module's attribute, or its class's; ``None``: it has none, or PyTorch's or PyG's.
-
-    Nothing is run: a property is found as such.
-    """
-    if name in vars(module):
-        return vars(module)[name]
-    base: Any = next((base for base in type(module).__mro__ if name in vars(base)), None)
-    known = base is None or base.__module__.partition(".")[0] in _KNOWN
-    return None if known else vars(base)[name]
+    place = _place_of(module, name)
+    return None if place is None else place.get(name)
 
 
 def _function(value: Any) -> Any:
-    """Returns the function of a method or a property; ``None`` for all else."""
+    """Returns the function of a method, a property or a partial; ``None`` for all else."""
+    value = value.func if isinstance(value, partial) else value
     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     return value if isinstance(value, FunctionType) else None
 
@@ -90,8 +165,31 @@ def _is_users(function: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Returns whether what is no function is a known module, class or object that is called."""
-    if value is None:
-        return True
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in _KNOWN
     return callable(value) and not isinstance(value, nn.Module) and not _is_users(value)
+
+
+def state_of(value: Any, deep: int = _DEEP) -> Any:
+    """Returns a value's numbers and names, and which objects it holds, as part of a key."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, np.ndarray) and value.size <= _MANY:
+        return value.dtype, value.tobytes()
+    if isinstance(value, Tensor | np.ndarray):  # Not itself: a key would keep it.
+        return type(value), value.dtype, tuple(value.shape)
+    if deep == 0 or isinstance(value, nn.Module | ModuleType | type | FunctionType):
+        return Itself(value)
+    fields: Any = value
+    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+        slots = [s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ())]
+        own = getattr(value, "__dict__", {})
+        fields = {**own, **{s: getattr(value, s) for s in slots if hasattr(value, s)}}
+        if not fields:
+            return Itself(value)
+    if len(fields) > _MANY:
+        return Itself(value)
+    items = fields.items() if isinstance(fields, Mapping) else enumerate(fields)
+    return type(value), tuple(
+        [(k if isinstance(k, _PLAIN) else Itself(k), state_of(v, deep - 1)) for k, v in items]
+    )

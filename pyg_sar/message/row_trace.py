@@ -8,6 +8,10 @@ The second run has the edges of the first among others, at other places: their m
 same, or depend on the place. Random numbers of these edges are those of the first run.
 A tensor that holds the same for each edge (zeros, say) is labelled as if it were made of the edges,
 so that a sum of ones is seen for what it is.
+
+[Note: constants beyond the runs] ``x_j[:150]``, or ``x_j.size(0) > 200``, does nothing to the few
+edges of a run, whatever it does to more. So slices that end beyond a tensor, errors that the
+message catches, and what Python makes of the number of rows (:class:`Count`) are noted as well.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 
 from pyg_sar.message.recording import Operators
@@ -206,6 +210,7 @@ def _moves(call: Call) -> Tensor:
 
 # The watched run ##############################################################
 
+_OPEN = 2**62  # ends of slices that have none
 _READS = frozenset(
     getattr(Tensor, name) for name in ("__array__", "__dlpack__", "numpy", "storage", "tolist")
 )
@@ -285,6 +290,8 @@ class RowTrace(Operators):
         self.causes = Causes()
         self.differs = False  # other operators ran than the time before
         self.asking = True
+        self.asks = False  # a value goes to Python, also of what is no edge's
+        self.generators: dict[Generator, Tensor] = {}  # of the message's own, as they were at first
 
     def forget(self) -> None:
         """Lets go of the tensors of its steps and of their labels."""
@@ -294,11 +301,12 @@ class RowTrace(Operators):
         """Calls an operator and labels its results."""
         schema = func._schema
         name = schema.name.rpartition("::")[2]
+        names = [argument.name for argument in schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self._look_beyond(name, given)
         out = func(*args, **kwargs)
         if name in _IGNORED:
             return out
-        names = [argument.name for argument in schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
         written = [
             given[a.name]
             for a in schema.arguments
@@ -318,6 +326,21 @@ class RowTrace(Operators):
         else:
             self._label(call, before)
         return out
+
+    def _look_beyond(self, name: str, given: dict[str, Any]) -> None:
+        """Notes what an operator would do to more edges, and generators of the message's own."""
+        generator = given.get("generator")
+        if generator is not None and generator not in self.generators:
+            self.generators[generator] = generator.get_state()
+            self.causes.note("generator", name)
+        source = given.get("self")
+        if name not in ("slice", "split") or not isinstance(source, Tensor) or not source.dim():
+            return
+        rows = source.size(given.get("dim", 0))
+        ends = [given.get(key) for key in ("start", "end", "split_size")]
+        beyond = any(end is not None and rows < abs(end) < _OPEN for end in ends)
+        if beyond and bool(self.labels.of(source).any()):
+            self.causes.note("places", name)
 
     def _draw(self, name: str, given: dict[str, Any], results: list[Tensor]) -> None:
         """Keeps what is drawn; has edges, and nodes, of the first run the numbers that they had."""
@@ -456,8 +479,21 @@ class RowTrace(Operators):
 
     def _asked(self, call: Call) -> None:
         """A value goes to Python: the largest id may, as the number of nodes is found by it."""
-        if self.asking and any(bool(as_mixed(self.labels.of(t))) for t in call.operands()):
+        of_edges = any(bool(as_mixed(self.labels.of(t))) for t in call.operands())
+        self.asks |= not of_edges
+        if self.asking and of_edges:
             self.causes.note("python", call.name)
+
+    def lengths(self, func: Any, tensor: Tensor, found: Any) -> Any:
+        """Returns lengths of a tensor, of which those that count its edges note their use."""
+        if func is Tensor.__len__:  # Python makes an ordinary number of it.
+            self.causes.note("branches", "len")
+            return found
+        rows = (self.sizes.edges, self.sizes.targets, self.sizes.sources)
+        if not isinstance(found, int):
+            return torch.Size([Count.of(self, n) if n in rows else n for n in found])
+        many = func in (Tensor.size, _SHAPE)
+        return Count.of(self, found) if not many or found in rows else found
 
     def escapes(self, tensor: Tensor) -> bool:
         return bool(self.labels.of(tensor).any())
@@ -470,6 +506,60 @@ def _is_id(labels: Tensor) -> Tensor:
 def as_mixed(labels: Tensor) -> Tensor:
     """Says if values with these labels tell of an edge."""
     return ((labels > 0) | (labels == MIXED)).any()
+
+
+_SHAPE = getattr(Tensor, "shape").__get__  # noqa: B009
+_LENGTHS = frozenset(
+    [Tensor.size, _SHAPE, Tensor.__len__, Tensor.numel, Tensor.nelement, torch.numel]
+)
+
+
+def _compares(name: str) -> Callable[[Count, Any], Any]:
+    def compare(self: Count, other: Any) -> Any:
+        if not isinstance(other, Count) and not (isinstance(other, int) and -1 <= other <= 1):
+            self.trace.causes.note("branches", name)
+        return getattr(int, name)(self, other)
+
+    return compare
+
+
+def _computes(name: str) -> Callable[..., Any]:
+    def compute(self: Count, *given: Any) -> Any:
+        found = getattr(int, name)(self, *given)
+        if type(found) is int and name not in ("__int__", "__mod__"):
+            return Count.of(self.trace, found)  # a length as well
+        self.trace.causes.note("branches", name)
+        return found
+
+    return compute
+
+
+class Count(int):
+    """A number of edges or nodes, which notes what Python makes of it: ``x_j.size(0) > 200``.
+
+    It may be compared with another one, with 0 and 1, and computed with to be a tensor's length.
+    """
+
+    trace: RowTrace
+
+    @classmethod
+    def of(cls, trace: RowTrace, value: int) -> Count:
+        """Returns a number that notes its use in ``trace``."""
+        out = cls(value)
+        out.trace = trace
+        return out
+
+    __hash__ = int.__hash__
+    __lt__, __le__ = _compares("__lt__"), _compares("__le__")
+    __gt__, __ge__ = _compares("__gt__"), _compares("__ge__")
+    __eq__, __ne__ = _compares("__eq__"), _compares("__ne__")
+    __add__, __radd__ = _computes("__add__"), _computes("__radd__")
+    __sub__, __rsub__ = _computes("__sub__"), _computes("__rsub__")
+    __mul__, __rmul__ = _computes("__mul__"), _computes("__rmul__")
+    __floordiv__, __rfloordiv__ = _computes("__floordiv__"), _computes("__rfloordiv__")
+    __truediv__, __rtruediv__ = _computes("__truediv__"), _computes("__rtruediv__")
+    __neg__, __float__, __int__ = _computes("__neg__"), _computes("__float__"), _computes("__int__")
+    __pow__, __mod__ = _computes("__pow__"), _computes("__mod__")
 
 
 class WholeGraphError(Exception):
@@ -494,10 +584,19 @@ class Asked(TorchFunctionMode):
             raise WholeGraphError(name_of(func))
         if func in _MEMORY and isinstance(args[0], Tensor):
             trace.read.append(args[0])
-        if func in _READS and isinstance(args[0], Tensor) and trace.escapes(args[0]):
-            trace.causes.note("python", func.__name__)
+        if func in _READS and isinstance(args[0], Tensor):
+            if trace.escapes(args[0]):
+                trace.causes.note("python", func.__name__)
+            else:
+                trace.asks = True
+        if func in _LENGTHS and trace.escapes(args[0]):
+            return trace.lengths(func, args[0], func(*args, **kwargs))
         if func is not torch.nn.functional.one_hot or len(args) + len(kwargs) < 2:
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except Exception:  # The message may catch it.
+                trace.causes.note("branches", func.__name__)
+                raise
         # It asks for the least and the largest value, to check them.
         trace.asking = False
         try:

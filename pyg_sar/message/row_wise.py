@@ -8,8 +8,10 @@ or is left on the layer, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
-from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step, WholeGraphError
+from pyg_sar.message.row_trace import Asked, Count, RowTrace, Sizes, Step, WholeGraphError
 from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
 
+_ALWAYS = dict.fromkeys(("python", "generator", "places", "branches")).keys()
+"""Causes by which a message is refused also where its rows are each of one edge."""
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
 _MANY = 1009  # targets of a run that shows lengths: no layer has as many columns
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
@@ -63,6 +67,10 @@ _REMEDIES = {
         "treats edges by their places in the list, which are others on each worker: pass what "
         "tells them apart to propagate(), with a row per edge"
     ),
+    "generator": (
+        "draws numbers of a generator of its own (by '{}'), for all edges of the list: draw in "
+        "forward(), and pass them to propagate(), with a row per edge"
+    ),
     "gradients": (
         "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
         "of which a worker has some only: let an edge's gradient depend on that edge alone"
@@ -84,6 +92,7 @@ class RowWise:
         numbers: Whether sizes are numbers to it, and lengths of no tensor.
         rows: The messages, without rows ``[0, *]``, where they are one tensor.
         keeps: Attributes that it leaves with a row per edge.
+        asks: What it does may depend on values of tensors, such as a counter among its buffers.
     """
 
     refused: str = ""
@@ -91,6 +100,7 @@ class RowWise:
     keeps: tuple[str, ...] = ()
     numbers: bool = False
     rows: Tensor | None = None
+    asks: bool = False
 
 
 class RowProgram(TileProgram):
@@ -200,7 +210,7 @@ class RowCheck:
                 f"its message changes '{changes.refused}' by what its edges hold or how many they "
                 "are, of which each worker has its own: compute that from node features, outside"
             )
-        elif mixed or trace.differs or "python" in trace.causes.found:
+        elif mixed or trace.differs or _ALWAYS & trace.causes.found.keys():
             reason = f"its message {_reason(trace)}"
         elif not isinstance(second.nodes, Tensor | None):
             reason = f"its update() gives a {type(second.nodes).__name__}{NOT_KNOWN}"
@@ -218,24 +228,30 @@ class RowCheck:
             rows = rows.detach().movedim(self._axis, 0)[:0].clone()
         updates = set(changes.updates)
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
-            reason, more = self._aggregate(rows)
+            reason, more, asks = self._aggregate(rows)
             updates |= set(more)
+            trace.asks |= asks
         elif self.own_aggregate and rows is None and not reason:
             reason = (
                 f"its aggregate() takes a {type(second.out).__name__} of messages, which is not "
                 "tried: let message() return one tensor with a row per edge"
             )
         keeps = tuple(sorted(changes.rows))
-        return RowWise(reason, tuple(sorted(updates)), keeps, numbers is not None, rows)
+        has_numbers = numbers is not None
+        return RowWise(reason, tuple(sorted(updates)), keeps, has_numbers, rows, trace.asks)
 
-    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
+    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...], bool]:
         """Tries the layer's own aggregation."""
         for name in ("edge_index", "edge_index_j"):
             if name in self.layer.inspector.get_param_names("aggregate"):
                 return (
-                    f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
-                    "numbering: let it take 'index', and what message() returns"
-                ), ()
+                    (
+                        f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
+                        "numbering: let it take 'index', and what message() returns"
+                    ),
+                    (),
+                    False,
+                )
         sizes = Sizes(EDGES, TARGETS, TARGETS)
         source, index = self._ends(sizes)
         values = self._values(Labels(), sizes, source, index)
@@ -248,9 +264,21 @@ class RowCheck:
                     levels[name] = "edge"
                 elif place in self.nodes:
                     levels[name] = "node"
-        return AggregateCheck(self.layer, rows, given, levels).found(
-            self.edge_index.order is not None
-        )
+        trace = RowTrace(Labels(), sizes)
+
+        @contextmanager
+        def watching(messages: Tensor, index: Tensor) -> Iterator[Callable[[int], int]]:
+            of_edge = torch.arange(EDGES, dtype=torch.int32)
+            trace.labels.put(index, NUMBER + of_edge)
+            trace.labels.put(messages, (EDGE + of_edge).view(-1, *[1] * (messages.dim() - 1)))
+            with Asked(trace), trace:
+                yield partial(Count.of, trace)
+
+        check = AggregateCheck(self.layer, rows, given, levels)
+        reason, updates = check.found(self.edge_index.order is not None, watching)
+        if not reason and (beyond := trace.causes.found.keys() & {"places", "branches"}):
+            reason = f"its aggregate() {_REMEDIES[min(beyond)]}"
+        return reason, updates, trace.asks
 
     @property
     def _axis(self) -> int:
@@ -282,7 +310,10 @@ class RowCheck:
             at_targets = make_target_index(index, index, sizes.targets, sizes.targets, seen.log)
         trace = RowTrace(labels, sizes, other)
         state = Snapshot(self.layer)
-        given = {**own, **(numbers or {}), "index": at_targets, "edge_index_i": at_targets}
+        counts = {n: Count.of(trace, own[n]) for n in ("dim_size", "size_i", "size_j")}
+        size = {"size": [Count.of(trace, n) for n in own["size"]]}
+        given = {**own, **(numbers or {**counts, **size})}
+        given |= {"index": at_targets, "edge_index_i": at_targets}
         try:
             with preserved_attributes(self.layer, buffers=False) as seen.sets:
                 with seen.watching(Asked(trace), trace), without_statistics(self.layer, seen.log):
@@ -291,6 +322,8 @@ class RowCheck:
                 nodes = self._updated(trace, out, moved, own)
         finally:
             state.restore()
+            for generator, before in trace.generators.items():
+                generator.set_state(before)
         seen.ran(out, moved, given, trace.read)
         changed = {"*": changes, **{name: now for name, _, now in changes}}
         return _Run(trace, out, nodes, changed, seen)
@@ -461,7 +494,16 @@ def _tensors(out: Any) -> list[Tensor]:
 def _reason(trace: RowTrace) -> str:
     """Returns the first cause, of the kind that says most."""
     found = trace.causes.found
-    for kind in ("python", "ids", "operator", "edges", "numbers", "branches"):
+    for kind in (
+        "python",
+        "generator",
+        "places",
+        "ids",
+        "operator",
+        "edges",
+        "numbers",
+        "branches",
+    ):
         if kind in found:
             return _REMEDIES[kind].format(found[kind])
     return _REMEDIES["edges"].format("its order of edges")

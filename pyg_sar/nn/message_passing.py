@@ -50,6 +50,7 @@ from pyg_sar.message.layer_state import (
     padded_to,
     put_tile_values,
 )
+from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.row_modules import update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
@@ -300,8 +301,14 @@ class DistMessagePassing(MessagePassing):
         kind = self.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
         # A method of the layer's own, not of its class: others may stand there tomorrow.
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
-        facts = self.__dict__.get("_facts")
-        many = facts is not None and len(facts.steady) + len(facts.choices) >= _MANY_CHOICES
+        facts = self.__dict__.get("_facts") or facts_of(self)
+        if facts.outside is None:
+            facts.outside = outside_of(self)
+        if facts.outside.places:
+            switches.append(facts.outside.state())
+        if facts.asks or facts.outside.unknown:  # Then no key tells what the message does.
+            switches.append(Itself(object()))
+        many = len(facts.steady) + len(facts.choices) >= _MANY_CHOICES
         wanted = _FLAGS if many else _SWITCHES
         for module in self.modules():
             switches.append(type(module))

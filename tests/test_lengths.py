@@ -1,0 +1,203 @@
+"""Messages and aggregations by which an edge's place, or how many edges there are, decides.
+
+The constants are beyond the few edges that a message is looked at with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Partitions, error, make_graph, whole, workers
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.utils import add_self_loops
+
+import pyg_sar
+from pyg_sar.errors import WorkerError
+
+NODES, EDGES, CHANNELS = 90, 400, 6
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+
+
+def by_error(x: Tensor) -> Tensor:
+    try:
+        return x * x[250].tanh()
+    except IndexError:
+        return x
+
+
+def scaled_write(x: Tensor) -> Tensor:
+    out = x.clone()
+    out[200:] *= -1
+    return out
+
+
+MESSAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "two slices": lambda x: torch.cat([x[:150], 3 * x[150:]]),
+    "from the end": lambda x: torch.cat([x[:-120], 3 * x[-120:]]),
+    "write": scaled_write,
+    "pieces": lambda x: torch.cat([(k + 1) * part for k, part in enumerate(x.split(128))]),
+    "size": lambda x: x.tanh() if x.size(0) > 200 else x,
+    "shape": lambda x: x.tanh() if x.shape[0] >= 200 else x,
+    "len": lambda x: x.tanh() if len(x) > 200 else x,
+    "number of elements": lambda x: x.tanh() if x.numel() > 200 * CHANNELS else x,
+    "least": lambda x: x / min(x.size(0), 250),
+    "ratio": lambda x: x * max(1.0, x.size(0) / 200),
+    "logarithm": lambda x: x * (math.log(x.size(0)) if x.size(0) > 150 else 1.0),
+    "whole number": lambda x: x.tanh() if int(x.size(0)) > 200 else x,
+    "error": by_error,
+}
+NO_MATTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda x: x.view(x.size(0), 2, -1).sum(1).repeat(1, 2) * x.new_ones(x.shape[0], 1),
+    "empty": lambda x: x if x.size(0) == 0 else x.tanh(),
+    "same length": lambda x: x.sin() if x.size(0) == x.tanh().shape[0] else x,
+    "columns": lambda x: torch.cat([x[:, :2], 2 * x[:, 2:]], -1) * x.size(1),
+    "whole slice": lambda x: x[:][: x.size(0)] * torch.zeros(x.shape).add_(1.5).to(x),
+}
+
+
+class Layer(MessagePassing):
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fn, self.lin = fn, torch.nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return self.fn(x_j)
+
+
+class OfLoops(Layer):
+    """Self-loops have a weight of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.loops = x.size(0)
+        return super().forward(x, add_self_loops(edge_index, num_nodes=x.size(0))[0])
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return torch.cat([x_j[: -self.loops], 3 * x_j[-self.loops :]])
+
+
+class Net(torch.nn.Module):
+    def __init__(self, columns: int, out: int = CHANNELS) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(columns, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if x.size(0) < 200 else self.lin(x).tanh()
+
+
+class OwnSum(Aggregation):
+    def forward(
+        self, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
+    ) -> Tensor:
+        out = self.reduce(x, index, ptr, dim_size, dim, "sum")
+        return out.tanh() if dim_size > 50 else out
+
+
+class Aggregates(Layer):
+    """An ``aggregate()`` of its own."""
+
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
+        assert dim_size is not None
+        out = inputs.new_zeros(dim_size, CHANNELS).index_add(0, index, inputs)
+        return self.fn(out)
+
+
+class CutInputs(Aggregates):
+    def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int | None = None) -> Tensor:
+        inputs = torch.cat([inputs[:280], 3 * inputs[280:]])
+        return super().aggregate(inputs, index, dim_size)
+
+
+def with_aggregation() -> Layer:
+    layer = Layer(torch.tanh)
+    layer.aggr_module = OwnSum()
+    return layer
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    **{name: lambda fn=fn: Layer(fn) for name, fn in (MESSAGES | NO_MATTER).items()},
+    "loops": OfLoops,
+    "EdgeConv": lambda: gnn.EdgeConv(Net(2 * CHANNELS)),
+    "own aggregation": with_aggregation,
+    "aggregate, slices": lambda: Aggregates(lambda o: torch.cat([o[:30], 3 * o[30:]])),
+    "aggregate, inputs": lambda: CutInputs(torch.tanh),
+}
+
+
+AGGREGATIONS: dict[str, Callable[[], Aggregation]] = {
+    "attention": lambda: gnn.AttentionalAggregation(Net(CHANNELS, 1)),
+    "sets": lambda: gnn.DeepSetsAggregation(Net(CHANNELS), Net(CHANNELS)),
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(num_nodes=NODES, num_edges=EDGES)
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("lengths"))(graph, 2, "random")
+
+
+def trained(layer: torch.nn.Module, x: Tensor, edge_index: Any) -> tuple[Tensor, list[Tensor]]:
+    out = layer(x, edge_index)
+    out.square().sum().backward()
+    return whole(out), [p.grad for p in layer.parameters()]
+
+
+def made(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[name]().double()
+
+
+@pytest.mark.parametrize("names", [[*LAYERS][k::4] for k in range(4)], ids=range(4))
+def test_places_and_lengths_are_those_of_the_whole_graph(
+    names: list[str], graph: Data, root: Path
+) -> None:
+    """All of them, in one run of two workers."""
+
+    def worker() -> list[Any]:
+        data = pyg_sar.load_partition(root)
+        layers = [pyg_sar.distribute(made(name)) for name in names]
+        return [trained(layer, data.x, data.edge_index) for layer in layers]
+
+    for found in workers(worker, 2):
+        for name, (out, gradients) in zip(names, found, strict=True):
+            expected = trained(made(name), graph.x, graph.edge_index)
+            pairs = zip([out, *gradients], [expected[0], *expected[1]], strict=True)
+            assert max(error(one, other) for one, other in pairs) <= 1e-10, name
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_aggregations_of_a_layer_of_pyg_are_refused(name: str, root: Path) -> None:
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = gnn.SAGEConv(CHANNELS, CHANNELS, aggr=AGGREGATIONS[name]())
+        pyg_sar.distribute(layer.double())(data.x, data.edge_index)
+
+    with pytest.raises(WorkerError, match="takes another way for another number of edges"):
+        workers(worker, 2)
+
+
+@pytest.mark.filterwarnings("error::pyg_sar.errors.OneShotWarning")
+def test_lengths_alone_need_no_whole_graph(root: Path) -> None:
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for name in NO_MATTER:
+            pyg_sar.distribute(made(name))(data.x, data.edge_index)
+
+    workers(worker, 2)

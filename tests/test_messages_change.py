@@ -1,0 +1,183 @@
+"""Messages that do something else in a later call than in the first, by what no attribute tells."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracle import Partitions, error, whole, workers
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import Aggregation, MessagePassing
+
+import pyg_sar
+from pyg_sar.errors import WorkerError
+
+CHANNELS, STEPS = 6, 4
+SWITCH = {"on": False}
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+
+
+class Slots:
+    __slots__ = ("on",)
+
+
+class Called:
+    on = False
+
+    def __call__(self) -> bool:
+        return self.on
+
+
+class Places(torch.nn.Module):
+    """Where a switch may be, beside plain attributes of a layer."""
+
+    by_class = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.gate = torch.nn.Parameter(torch.tensor(-1.0))
+        self.lin = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.space, self.slots, self.called = SimpleNamespace(on=False), Slots(), Called()
+        self.slots.on, self.table, self.numbers, self._hidden = False, {"on": False}, [0.0], False
+        self.inner = SimpleNamespace(deeper=SimpleNamespace(on=False))
+        cell = {"on": False}
+        self.cell, self.look = cell, lambda: cell["on"]
+
+    @property
+    def of_global(self) -> bool:
+        return SWITCH["on"]
+
+
+ON: dict[str, Callable[[Any], Any]] = {
+    "buffer": lambda m: m.steps >= 2,
+    "parameter": lambda m: m.gate > 0,
+    "item": lambda m: m.steps.item() >= 2,
+    "namespace": lambda m: m.space.on,
+    "nested": lambda m: m.inner.deeper.on,
+    "slots": lambda m: m.slots.on,
+    "callable": lambda m: m.called(),
+    "dict": lambda m: m.table["on"],
+    "list": lambda m: m.numbers[0] > 0,
+    "underscore": lambda m: m._hidden,
+    "class": lambda m: m.by_class,
+    "closure": lambda m: m.look(),
+    "global": lambda m: SWITCH["on"],
+    "property": lambda m: m.of_global,
+    "environment": lambda m: os.environ.get("PYG_SAR_TEST_SWITCH") == "on",
+}
+
+
+def switch(m: Any, on: bool) -> None:
+    with torch.no_grad():
+        m.steps.fill_(2.0 * on)
+        m.gate.fill_(2.0 * on - 1)
+    m.space.on = m.slots.on = m.called.on = m.table["on"] = m._hidden = m.cell["on"] = on
+    m.inner.deeper.on, m.numbers[0], SWITCH["on"], Places.by_class = on, float(on), on, on
+    os.environ["PYG_SAR_TEST_SWITCH"] = "on" if on else "off"
+
+
+KINDS: dict[str, Callable[[bool, Tensor, Tensor], Tensor]] = {
+    "mixes": lambda on, x_i, x_j: x_j * x_i.tanh() - (x_j.mean(0) if on else 0),
+    "reads": lambda on, x_i, x_j: (x_j * x_i).tanh() if on else x_i.tanh(),
+    "scales": lambda on, x_i, x_j: x_i.tanh() * x_j.cos() * (2.0 if on else 1.0),
+}
+
+
+class Layer(MessagePassing):
+    def __init__(self, kind: str, place: str) -> None:
+        super().__init__()
+        self.made, self.on, self.state = KINDS[kind], ON[place], Places()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.state.lin(x))
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.made(bool(self.on(self.state)), x_i, x_j)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, place: str, columns: int) -> None:
+        super().__init__()
+        self.on, self.state = ON[place], Places()
+        self.map = torch.nn.Linear(columns, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.map(x).tanh()
+        return x - x.mean(0) if self.on(self.state) else x
+
+
+class OwnSum(Aggregation):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = Places()
+
+    def forward(
+        self, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
+    ) -> Tensor:
+        out = self.reduce(x, index, ptr, dim_size, dim, "sum")
+        return out / out.norm() if self.state.steps >= 2 else out
+
+
+def with_aggregation() -> Layer:
+    layer = Layer("scales", "class")
+    layer.aggr_module = OwnSum()
+    return layer
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    **{
+        f"{kind}, {place}": lambda kind=kind, place=place: Layer(kind, place)
+        for kind in KINDS
+        for place in ON
+    },
+    "EdgeConv, namespace": lambda: gnn.EdgeConv(Net("namespace", 2 * CHANNELS)),
+    "EdgeConv, buffer": lambda: gnn.EdgeConv(Net("buffer", 2 * CHANNELS)),
+    "aggregation": with_aggregation,
+}
+
+
+def trained(name: str, x: Tensor, edge_index: Any) -> list[Any]:
+    """Losses, and gradients; the switch is turned on after two steps."""
+    torch.manual_seed(0)
+    layer, losses = LAYERS[name]().double(), []
+    if type(x) is not Tensor:
+        layer = pyg_sar.distribute(layer)
+    states = [module for module in layer.modules() if isinstance(module, Places)]
+    for step in range(STEPS):
+        for state in states:
+            switch(state, step >= 2)
+        layer.zero_grad()
+        loss = layer(x, edge_index).square().sum()
+        loss.backward()
+        losses.append(loss.detach())
+    found = [(n, p.grad) for n, p in layer.named_parameters() if p.grad is not None]
+    return [*losses, *[gradient for n, gradient in found if "gate" not in n]]
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("change"))(graph, 2, "random")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_later_call_is_looked_at_again(name: str, graph: Data, root: Path) -> None:
+    def worker() -> list[Any]:
+        data = pyg_sar.load_partition(root)
+        return [whole(t) for t in trained(name, data.x, data.edge_index)]
+
+    expected = trained(name, graph.x, graph.edge_index)
+    if name.startswith(("mixes", "EdgeConv", "aggregation")):
+        with pytest.raises(WorkerError, match="can't be computed from each worker's own edges"):
+            workers(worker, 2)
+        return
+    for found in workers(worker, 2):
+        for one, other in zip(found, expected, strict=True):
+            assert error(one, other) <= 1e-10
