@@ -6,6 +6,7 @@ Rule 1 is ``test_exactness.py``; rules 4 and 5 are ``test_contract_state.py``.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
@@ -477,11 +478,14 @@ def test_cases(group: str, graph: Data, root: Path):
 
 
 class Watch:
-    """A layer's class, whose message has the storages of its inputs and outputs watched."""
+    """A layer's class, whose message has the storages of its inputs and outputs watched.
 
-    def __init__(self, layer: MessagePassing, comm: pyg_sar.comm.Communicator) -> None:
-        self.comm = comm
-        self.begin()
+    Numbers of its own would change from call to call, and have the message looked at in each.
+    """
+
+    def __init__(self, layer: MessagePassing) -> None:
+        self.refs: deque[StorageWeakRef] = deque()
+        self.numbers = deque([0, 0, 0], maxlen=3)
         kind: Any = type(layer)
 
         @wraps(kind.message)
@@ -494,8 +498,13 @@ class Watch:
         layer.__class__ = type(kind.__name__, (kind,), {"message": message})
 
     def begin(self) -> None:
-        self.refs: list[StorageWeakRef] = []
-        self.calls = self.most_alive = self.most_rows = 0
+        self.refs.clear()
+        self.numbers.extend([0, 0, 0])
+
+    @property
+    def found(self) -> list[int]:
+        """Calls, storages alive at once, and rows at once."""
+        return list(self.numbers)
 
     def alive(self) -> int:
         return sum(not ref.expired() for ref in self.refs)
@@ -504,9 +513,9 @@ class Watch:
         self.refs.append(StorageWeakRef(tensor.untyped_storage()))
 
     def before(self, source: Tensor) -> None:
-        self.calls += 1
-        self.most_alive = max(self.most_alive, self.alive())
-        self.most_rows = max(self.most_rows, *(led.resident_rows() for led in self.comm.ledgers))
+        calls, alive, rows = self.found
+        rows = max(rows, *(led.resident_rows() for led in pyg_sar.comm.current().ledgers))
+        self.numbers.extend([calls + 1, max(alive, self.alive()), rows])
         self.watch(source)
 
     def after(self, source: Tensor, out: Tensor) -> None:
@@ -534,7 +543,7 @@ def lifetimes(root: Path) -> None:
     shard = max(data.edge_index.to_local().plan.halo_counts)
     for (name, make), policy in product(LIFETIME_LAYERS.items(), (REMADE, KEPT)):
         layer: Any = make().double()
-        watch = Watch(layer, comm)
+        watch = Watch(layer)
         layer = pyg_sar.distribute(layer, replace(policy, kernels="off"))  # They run no message.
         x = leaf(data)
         with pyg_sar.Ledger(comm) as ledger:
@@ -546,9 +555,10 @@ def lifetimes(root: Path) -> None:
             node_losses(out).mean().backward()
             assert (watch.alive(), ledger.resident_rows()) == (0, 0), (name, policy)
         if policy is REMADE:
-            assert watch.calls > WORLD and watch.most_alive == 0, name
+            calls, alive, rows = watch.found
+            assert calls > WORLD and alive == 0, name
             assert after_forward == (0, 0), name
-            assert 0 < watch.most_rows <= shard, name
+            assert 0 < rows <= shard, name
             assert left_by_analysis == 0 or name in ("case 1", "mean"), name
         elif name in ("sum", "attention"):  # The instrument sees what mode 2 keeps.
             assert after_forward[0] > 0, name

@@ -453,24 +453,32 @@ def test_refused(case, parts):
 
 def late(root, backward, policy):
     """Draws from the second call on, or in the second backward pass only."""
-    data, begun = pyg_sar.load_partition(root), []
+    data, begun = DATA if root is None else pyg_sar.load_partition(root), []
     draw = lambda layer, x: x * F.dropout(x, 0.5) if begun else x * x  # noqa: E731
-    layer = pyg_sar.distribute(Drawing(draw).double(), policy)
+    layer = Drawing(draw).double()
+    layer = layer if root is None else pyg_sar.distribute(layer, policy)
     x = data.x.clone().requires_grad_()
+    torch.manual_seed(4)
     layer(x, data.edge_index).sum().backward()
     if not backward:
         begun.append(True)
     out = layer(x, data.edge_index)
     begun.append(True)
     out.sum().backward()
+    return float(x.grad.square().sum())
 
 
 @pytest.mark.parametrize("strength", ["same", "keyed"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_what_draws_later_is_refused(strength, backward, parts):
+def test_what_draws_in_the_backward_pass_alone_is_refused(strength, parts):
     policy = SARPolicy(random=strength, mode=1, kernels="off", message_budget=4000)
     with pytest.raises(WorkerError, match="draws random numbers now, and did not"):
-        host(late, 2, parts / "2", backward, policy)
+        host(late, 2, parts / "2", True, policy)
+
+
+def test_what_draws_later_draws_as_one_process(parts):
+    policy = SARPolicy(random="same", mode=1, kernels="off", message_budget=4000)
+    expected = late(None, False, policy)
+    assert host(late, 2, parts / "2", False, policy) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
 @pytest.mark.parametrize("case", RIGHT)

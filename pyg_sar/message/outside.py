@@ -23,8 +23,10 @@ from pyg_sar.message.layer_state import is_kept
 
 _KNOWN = frozenset({
     "torch", "torch_geometric", "pyg_sar", "numpy", "math", "builtins", "typing", "torch_scatter",
-    "torch_sparse", "torch_cluster", "einops",
+    "torch_sparse", "torch_cluster", "einops", *stdlib_module_names,
 })  # fmt: skip
+_TELLS = frozenset({"os", "posix", "time", "datetime", "random", "secrets", "sys", "io"})
+"""Modules of Python whose functions may tell another thing in each call."""
 _BY_NAME = frozenset({"getattr", "globals", "vars", "eval", "exec", "open", "next", "__import__"})
 _OF_LAYER = "message", "edge_update", "aggregate", "update"
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
@@ -42,12 +44,12 @@ class _Cell(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What a layer's message, and what comes with it, may read beside its arguments.
+    """State that a layer's message, and what comes with it, may read beside its arguments.
 
     Attributes:
         places: Where values are, by their names; those of the layer's own modules as well.
         changes: Some of them may be others when the message runs again.
-        unknown: What it reads can't be told: by name, or from a module like ``os``.
+        unknown: It reads by names that are made, or from a module like ``os``.
     """
 
     places: list[tuple[Any, str]]
@@ -90,10 +92,11 @@ def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[boo
         unknown |= not _BY_NAME.isdisjoint(names)
         for place, name in _places_of(function, names, owner):
             value = place.get(name)
+            unknown |= isinstance(value, ModuleType) and value.__name__ in _TELLS
+            unknown |= callable(value) and _home_of(value) in _TELLS
             if value is None or _is_constant(value):
                 continue
             places.append((place, name))
-            unknown |= isinstance(value, ModuleType) and value.__name__ in stdlib_module_names
             held = owner is module and place is vars(module) and is_kept(value)
             changes |= _function(value) is None and not (held and not callable(value))
             waiting += _functions_in(value, owner)
@@ -160,7 +163,11 @@ def _function(value: Any) -> Any:
 
 
 def _is_users(function: Any) -> bool:
-    return home_of(function) not in _KNOWN
+    return _home_of(function) not in _KNOWN
+
+
+def _home_of(value: Any) -> str:
+    return str(value.__module__).partition(".")[0] if isinstance(value, type) else home_of(value)
 
 
 def _is_constant(value: Any) -> bool:

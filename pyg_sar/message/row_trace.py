@@ -496,7 +496,8 @@ class RowTrace(Operators):
         return Count.of(self, found) if not many or found in rows else found
 
     def escapes(self, tensor: Tensor) -> bool:
-        return bool(self.labels.of(tensor).any())
+        with torch._C._DisableTorchDispatch():  # Or these would be the message's operators.
+            return self.labels.known(tensor) and bool(self.labels.of(tensor).any())
 
 
 def _is_id(labels: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from pyg_sar.message.target_index import make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
 
-_ALWAYS = dict.fromkeys(("python", "generator", "places", "branches")).keys()
+_ALWAYS = frozenset({"python", "generator", "places", "branches"})
 """Causes by which a message is refused also where its rows are each of one edge."""
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
 _MANY = 1009  # targets of a run that shows lengths: no layer has as many columns
