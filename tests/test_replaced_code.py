@@ -29,7 +29,7 @@ from torch_geometric.nn.conv import gat_conv, gatv2_conv, gcn_conv, transformer_
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.row_modules import changes_of
+from pyg_sar.message.row_modules import _is_as_made, _places_of, changes_of
 from pyg_sar.nn import one_process
 
 GRAPH = make_graph()
@@ -300,3 +300,10 @@ def test_modes_and_hooks_of_pytorch_change_nothing() -> None:
     with hooked(FORWARD, halved, nn.Linear):
         assert changes_of(layer) == ["a hook of all modules (forward_hooks)"]
     assert changes_of(layer) == []
+
+
+def test_no_class_of_pyg_or_pytorch_is_taken_for_a_changed_one() -> None:
+    for name, kind in {**vars(nn), **vars(gnn)}.items():
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            places = _places_of(kind).values()
+            assert all(_is_as_made(*place) for place in places), name

@@ -216,7 +216,7 @@ _NOT_IN_CALLS = (
 )
 """Beginnings of names of methods that no forward pass calls."""
 _LOOKED_INTO = ("torch_geometric.nn.", "torch_geometric.utils.")
-_OPERATORS = {"F": nn.functional, "torch": torch, "nn": nn, "functional": nn.functional}
+_OPERATORS = {"F": nn.functional, "torch": torch, "nn": nn}
 """Modules by the names that PyG's and PyTorch's have for them."""
 _CONSTANTS = (ModuleType, type, type(None), bool, int, float, str, tuple, list, dict, set)
 _HOMES = frozenset(
@@ -335,11 +335,11 @@ def _note_used(
     found: dict[str, Place], names: dict[str, Any], name: str, used: frozenset[str]
 ) -> None:
     """Notes a function that another one names; of a module those that may be meant."""
-    title = f"{names.get('__name__')}.{name}"
-    value = names[name]
-    if name in _OPERATORS:
-        found.setdefault(title, (names, name, _OPERATORS[name]))
-        if value is _OPERATORS[name]:
+    title, value = f"{names.get('__name__')}.{name}", names[name]
+    operators = value if value is nn.functional else _OPERATORS.get(name)
+    if operators is not None:
+        found.setdefault(title, (names, name, operators))
+        if value is operators:
             for one in used & vars(value).keys() - {name}:
                 _note_used(found, vars(value), one, used - {name})
     elif not isinstance(value, _CONSTANTS):
@@ -376,4 +376,4 @@ def _is_as_made(owner: Any, name: str, value: Any) -> bool:
     now = getattr(owner, name) if isinstance(owner, type) else owner[name]
     if value is _USERS or name in _COMPILED:
         return not _is_users(now)
-    return now is value or home_of(now) == "pyg_sar"
+    return now == value or home_of(now) == "pyg_sar"

@@ -283,7 +283,8 @@ def attribute_rows(
             if settings and name not in _arguments(kind):
                 local = local or not users or isinstance(value, bool)
             try:
-                text = None if local else _content(value) if users else _plain_setting(value)
+                local = local or (isinstance(value, Tensor) and not users)
+                text = None if local else _content(value) if users else plain(value)
             except RecursionError as error:
                 raise ValueError(
                     f"The model's attribute '{start}{name}' is a {type(value).__name__} that holds "
@@ -292,10 +293,6 @@ def attribute_rows(
             if text is not None:
                 rows.append(f"{start}{name}: {text}")
     return rows
-
-
-def _plain_setting(value: Any) -> str | None:
-    return None if isinstance(value, Tensor) else plain(value)
 
 
 def _content(value: Any) -> str | None:
