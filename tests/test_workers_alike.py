@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from oracle import Partitions, error, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import HeteroData
-from torch_geometric.nn import GAT, ChebConv, GCNConv, GraphNorm, SAGEConv
+from torch_geometric.nn import GAT, ChebConv, GCNConv, GraphNorm, MessagePassing, SAGEConv
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
@@ -43,6 +43,94 @@ def test_an_attribute_changed_on_one_worker(learns, tmp_path):
         message = f"'{where}.{name}: {value}' at rank 1, '{where}.{name}: "
         with pytest.raises(WorkerError, match=message):
             workers(change, 2, root, where, name, value, learns)
+
+
+class Scale(torch.nn.Module):
+    """A module within a layer of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.factor * x
+
+
+class Own(MessagePassing):
+    """A layer of one's own whose message reads all kinds of attributes."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.lin, self.scale, self.shift = torch.nn.Linear(channels, 4), Scale(), None
+        self.tau, self.powers, self.act, self.gate = 1.0, [1, 2], torch.tanh, torch.nn.Tanh()
+        self.table, self.by_name = np.ones(3), {"a": 2.0}
+        self.talks, self._seconds = False, 0.0
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_j):
+        if self.talks:
+            assert x_j.dim() == 2 and self._seconds
+        out = self.act(self.scale(x_j) / self.tau) ** self.powers[1] * self.by_name["a"]
+        out = self.gate(out) * float(self.table[0])
+        return out if self.shift is None else out + self.shift
+
+
+OTHER = {
+    "tau": lambda layer: setattr(layer, "tau", 2.0),
+    "scale.factor": lambda layer: setattr(layer.scale, "factor", 2.0),
+    "powers": lambda layer: layer.powers.__setitem__(1, 3),
+    "by_name": lambda layer: layer.by_name.update(a=3.0),
+    "act": lambda layer: setattr(layer, "act", torch.relu),
+    "gate": lambda layer: setattr(layer, "gate", torch.nn.Sigmoid()),
+    "shift": lambda layer: setattr(layer, "shift", torch.arange(4.0, dtype=torch.double)),
+    "table": lambda layer: setattr(layer, "table", np.full(3, 2.0)),
+}
+
+
+def other_attribute(root, which, learns, change):
+    """A step in which ``change`` was made on some workers: what the error says, or the result."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(torch.nn.ModuleList([Own(data.x.size(1)).double()]))
+    with torch.set_grad_enabled(learns):
+        model[0](data.x, data.edge_index)
+        if which is None or pyg_sar.comm.current().rank == which:
+            change(model[0])
+        out = model[0](data.x, data.edge_index).square().sum()
+        if learns:
+            out.backward()
+    return out.item()
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_attributes_of_ones_own_layers_that_differ(begin, root):
+    """Each as parts; the first as processes, too."""
+    for name, change in list(OTHER.items())[: 1 if begin is workers else None]:
+        for learns in (True, False):
+            with pytest.raises(WorkerError, match=rf"attribute differs .*'0\.{name}: .* at rank 1"):
+                begin(other_attribute, 2, root, 1, learns, change)
+
+
+def talk(layer):
+    layer.talks, layer._seconds = True, 0.5 + pyg_sar.comm.current().rank
+
+
+@pytest.mark.parametrize("begin", [workers, parts])
+def test_attributes_of_ones_own_layers_that_may_differ(begin, root):
+    """Booleans, what begins with an underscore; and all that is changed alike."""
+    data = make_graph()
+    for who, change in ((1, talk), *((None, change) for change in OTHER.values())):
+        if begin is workers and who is None:
+            break
+        torch.manual_seed(0)
+        layer = Own(data.x.size(1)).double()
+        if who is None:
+            change(layer)
+        expected = layer(data.x, data.edge_index).square().sum().item()
+        found = begin(other_attribute, 2, root, who, True, change)
+        assert found == pytest.approx([expected] * 2, rel=1e-10)
 
 
 def other_ids(model, data, draw):

@@ -1,14 +1,28 @@
-"""Modules within a layer that are known to treat each node's row for itself."""
+"""Modules within a layer that are known to treat each node's row for itself.
+
+[Note: as PyG made it] Kernels stand in for code of PyG and PyTorch. That code may be another one in
+a process: a method of a class, or a function that it names, may be replaced at any time, and hooks
+of all modules and modes of torch change what it does. Each class knows the places from which its
+code takes methods and functions, and what was there at first. A call looks whether it is there now.
+"""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache, partial
+from itertools import chain
+from operator import attrgetter, itemgetter
+from types import CodeType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_sar.message.layer_facts import Itself, facts_of, home_of
+from pyg_sar.message.layer_facts import MODULE_HOOKS, Itself, facts_of, home_of
 from pyg_sar.reduction.moments import OVER_ROWS
 
 _OWN = (
@@ -180,3 +194,186 @@ def _is_pygs(value: Any, aggregates: bool = False) -> bool:
     """
     home = home_of(value)
     return home in ("torch_geometric", "pyg_sar") or (aggregates and home == "torch")
+
+
+# What users change ############################################################
+
+Place = tuple[Any, str, Any]
+"""A class, or the names of a module, a name there, and what stood there at first."""
+
+_USERS = "another one"  # What a user's function was at first: PyG's is not known.
+_HOOKS_OF_ALL = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_BY_CALLS = frozenset(
+    {"forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate"}
+)
+_COMPILED = frozenset(
+    f"{how}{name}" for how in ("", "_orig_", "_jinja_") for name in ("propagate", "edge_updater")
+)
+"""Methods that PyG writes anew for each layer that is built."""
+_NOT_IN_CALLS = (
+    *("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "jittable"),
+    *("_get_", "_set_jittable", "register_", "explain", "decomposed"),
+)
+"""Beginnings of names of methods that no forward pass calls."""
+_LOOKED_INTO = ("torch_geometric.nn.", "torch_geometric.utils.")
+_OPERATORS = {"F": nn.functional, "torch": torch, "nn": nn}
+"""Modules by the names that PyG's and PyTorch's have for them."""
+_CONSTANTS = (ModuleType, type, type(None), bool, int, float, str, tuple, list, dict, set)
+_HOMES = frozenset(
+    {
+        *("torch", "torch_geometric", "pyg_sar", "pyg_lib", "torch_scatter", "torch_sparse"),
+        *("torch_cluster", "torch_spline_conv", "numpy", "scipy", "builtins", "typing", "math"),
+        *("collections", "copy", "functools", "inspect", "itertools", "operator", "random"),
+        *("typing_extensions", "abc", "warnings"),
+    }
+)
+
+
+def changes_of(layer: nn.Module) -> list[str]:
+    """Returns what users have put around a layer's code or in its place, by name.
+
+    See [Note: as PyG made it].
+
+    Args:
+        layer: A layer, or a norm.
+    """
+    found = []
+    modules = list(layer.modules())
+    for module in modules[1:]:
+        own = module.__dict__
+        if any(map(own.get, MODULE_HOOKS)):
+            found += [f"a hook in {kind!r} of its {name!r}" for name, kind in hooks_within(layer)]
+            break
+    for read, owner, values, places in _read_together(frozenset(map(type, modules))):
+        if read(owner) != values:
+            found += [title for title, place in places.items() if not _is_as_made(*place)]
+    if all_modules._has_any_global_hook():
+        for kind in _HOOKS_OF_ALL:
+            hooks = getattr(all_modules, f"_global_{kind}").values()
+            found += [f"a hook of all modules ({kind})" for hook in hooks if _is_users(hook)]
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        modes = chain(_get_current_function_mode_stack(), _get_current_dispatch_mode_stack())
+        found += [f"the mode {type(mode).__name__}" for mode in modes if _is_users(mode)]
+    return found
+
+
+def is_of_forward(layer: nn.Module, change: str) -> bool:
+    """Returns whether a change is another ``forward`` of a layer's class: edges don't see that."""
+    return change in [f"{base.__name__}.forward" for base in type(layer).__mro__]
+
+
+def hooks_within(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Hooks of modules within another one: their names, and where the hook is.
+
+    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
+    """
+    for name, inner in module.named_modules():
+        for kind in MODULE_HOOKS if inner is not module else ():
+            for hook in (inner.__dict__.get(kind) or {}).values():
+                if home_of(hook) not in ("torch", "torch_geometric"):
+                    yield name, kind
+
+
+def plain_class(kind: type) -> type:
+    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
+    while "replaced" in vars(kind):
+        kind = vars(kind)["replaced"]
+    return kind
+
+
+@lru_cache(256)
+def _read_together(
+    kinds: frozenset[type],
+) -> list[tuple[Callable[[Any], Any], Any, tuple[Any, ...], dict[str, Place]]]:
+    """Returns the places that the code of these classes depends on, by what they are places of.
+
+    That is how they are read at once, of what, what stood there at first, and the places by title.
+    """
+    groups: dict[tuple[int, bool], dict[str, Place]] = {}
+    for places in map(_places_of, map(plain_class, kinds)):
+        for title, (owner, name, value) in places.items():
+            groups.setdefault((id(owner), name in _COMPILED), {})[title] = owner, name, value
+    found = []
+    for places in groups.values():
+        first, *_ = known = [*places.values()]
+        owners, names, values = zip(first, *known, strict=True)  # More than one: read as a tuple.
+        read: Any = attrgetter(*names) if isinstance(first[0], type) else itemgetter(*names)
+        found.append((read, owners[0], values, places))
+    return found
+
+
+@cache
+def _places_of(kind: type) -> dict[str, Place]:
+    """Returns the places that the code of a class depends on, by their titles."""
+    found: dict[str, Place] = {}
+    for base in kind.__mro__:
+        pygs = base.__module__.partition(".")[0] in ("torch", "torch_geometric")
+        if pygs and base is not nn.Module:
+            for name in {*vars(base), *_BY_CALLS}:
+                method = None if name.startswith(_NOT_IN_CALLS) else getattr(base, name, None)
+                if callable(method) and not isinstance(method, type):
+                    _note(found, base, name, f"{base.__name__}.{name}")
+    return found
+
+
+def _note(found: dict[str, Place], owner: Any, name: str, title: str) -> None:
+    """Notes a function, by the title of its place, and those that it names, if it is PyG's."""
+    if title in found:
+        return
+    value = getattr(owner, name) if isinstance(owner, type) else owner[name]
+    found[title] = owner, name, _USERS if _is_users(value) else value
+    function = _function_of(value)
+    code, home = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    looks = isinstance(owner, type) or str(home.get("__name__")).startswith(_LOOKED_INTO)
+    if looks and code is not None and found[title][2] is not _USERS:
+        used = _names_in(code)
+        for one in used & home.keys():
+            _note_used(found, home, one, used)
+
+
+def _note_used(
+    found: dict[str, Place], names: dict[str, Any], name: str, used: frozenset[str]
+) -> None:
+    """Notes a function that another one names; of a module those that may be meant."""
+    title, value = f"{names.get('__name__')}.{name}", names[name]
+    operators = value if value is nn.functional else _OPERATORS.get(name)
+    if operators is not None:
+        found.setdefault(title, (names, name, operators))
+        if value is operators:
+            for one in used & vars(value).keys() - {name}:
+                _note_used(found, vars(value), one, used - {name})
+    elif not isinstance(value, _CONSTANTS):
+        _note(found, names, name, title)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals and attributes in a function, and in those within it."""
+    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _function_of(value: Any) -> Any:
+    """Returns the function of a static method, a property, or a partial function."""
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, partial):
+        return _function_of(value.func)
+    return getattr(value, "__func__", value)
+
+
+def _is_users(value: Any) -> bool:
+    """Returns whether a function, or what it wraps, is neither PyG's nor PyTorch's, by its home."""
+    while value is not None:
+        value = _function_of(value)
+        if home_of(value) not in _HOMES:
+            return True
+        value = getattr(value, "__wrapped__", None)
+    return False
+
+
+def _is_as_made(owner: Any, name: str, value: Any) -> bool:
+    """Returns whether what stands in a place is what stood there at first, or no user's."""
+    now = getattr(owner, name) if isinstance(owner, type) else owner[name]
+    if value is _USERS or name in _COMPILED:
+        return not _is_users(now)
+    return now == value or home_of(now) == "pyg_sar"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import MultiheadAttention
 
 from pyg_sar.engine.kernels.dense import streamed_attention
+from pyg_sar.message.row_modules import changes_of
 from pyg_sar.tensors import FromLocal, NodeTensor
 from pyg_sar.tensors.boundary import to_local
 
@@ -94,6 +95,7 @@ class GlobalMultiheadAttention(MultiheadAttention):
             and not (need_weights or is_causal or (self.training and self.dropout))
             and (key_padding_mask is None or not bool(key_padding_mask.any()))
             and not _has_other_inputs(self)
+            and not changes_of(self)
         )
         if not streams:
             return super().forward(

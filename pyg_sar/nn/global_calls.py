@@ -41,13 +41,17 @@ from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import (
+    changes_of,
     has_own,
     holds_foreign_module,
     names_within,
+    overridden_entry,
+    plain_class,
     update_asks_for_edges,
 )
 from pyg_sar.nn.global_inputs import (
     is_watched,
+    refuse_replaced,
     refuse_watched,
     warn_of_memory,
     with_edges_of_matrix,
@@ -502,6 +506,8 @@ class GlobalCalls:
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
                 _take_all_nodes(self)  # Something was put there after distribute().
                 return self(*args, **kwargs)
+        elif changes := changes_of(self):  # type: ignore[arg-type]
+            return _called_as_in_pyg(self, changes, args, kwargs)
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -540,6 +546,22 @@ def _taking_all_nodes(layer: Any) -> Iterator[None]:
     finally:
         layer.__class__ = own
         vars(layer).update(caches)
+
+
+def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -> Any:
+    """Runs a norm's own code on tensors of the whole graph: a user has changed what it does.
+
+    Raises:
+        DistributedIndexError: By a hook within it, or what it can't be run with.
+    """
+    refuse_watched(module, current().rank)
+    refuse_replaced(module, changes)
+    own = type(module)
+    module.__class__ = plain_class(own)
+    try:
+        return module(*args, **kwargs)
+    finally:
+        module.__class__ = own
 
 
 def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -581,9 +603,11 @@ class GlobalPropagation(DistMessagePassing):
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
-        watched = is_watched(self)
+        watched = is_watched(self, forward=False)
         if watched and not self.explain:
-            warn_of_memory(f"{title_of(self)} has hooks, or a method of the user's, within it")
+            within = f" ({', '.join(changes)})" if (changes := changes_of(self)) else ""
+            what = "hooks, or methods or functions of the user's, within it"
+            warn_of_memory(f"{title_of(self)} has {what}{within}")
         if watched or vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
         if call.edges_aside:
@@ -656,8 +680,10 @@ class GlobalPropagation(DistMessagePassing):
         Raises:
             DistributedIndexError: Where an operator has no rule, with ``why``.
         """
+        kind: Any = plain_class(type(self))
+        own = kind if overridden_entry(kind) == "propagate" else MessagePassing
         try:
-            out = MessagePassing.propagate(self, edge_index, **kwargs)
+            out = own.propagate(self, edge_index, **kwargs)
         except DistributedIndexError as error:
             if why is None:
                 raise
@@ -747,13 +773,6 @@ def _works_on_all_nodes(kind: Any) -> bool:
         for method in methods
         if inspect.isfunction(method)
     )
-
-
-def plain_class(kind: type) -> type:
-    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
-    while "replaced" in vars(kind):
-        kind = vars(kind)["replaced"]
-    return kind
 
 
 def _pickled(module: Any, protocol: Any) -> Any:

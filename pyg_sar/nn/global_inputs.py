@@ -10,7 +10,7 @@ import inspect
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -36,8 +36,14 @@ from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
-from pyg_sar.message.layer_facts import MODULE_HOOKS, home_of, hook_names, hooks_of
-from pyg_sar.message.row_modules import is_compiled, replaced_entry
+from pyg_sar.message.layer_facts import MODULE_HOOKS, hook_names, hooks_of
+from pyg_sar.message.row_modules import (
+    changes_of,
+    hooks_within,
+    is_compiled,
+    is_of_forward,
+    replaced_entry,
+)
 from pyg_sar.tensors import NodeMatrix, is_shared_matrix, mapped, node_tensors
 from pyg_sar.tensors.sparse import edges_of_matrix
 
@@ -57,11 +63,19 @@ def is_explained(layer: MessagePassing) -> bool:
     return bool(layer.explain) or len(hooks_of(layer, *_METHODS)) > sum(alone)
 
 
-def is_watched(layer: MessagePassing) -> bool:
+def is_watched(layer: MessagePassing, forward: bool = True) -> bool:
     """Returns whether a user looks into a layer by hooks within it, or explains it.
 
-    So do methods of the user's in the place of those by which a layer runs on several workers.
-    PyG's own is taken away: it puts that on a layer that is explained, and leaves it there.
+    So do methods and functions of the user's in the place of those by which a layer runs on several
+    workers, or of PyG's own (:func:`~pyg_sar.message.row_modules.changes_of`). PyG's compiled one
+    is taken away: it puts that on a layer that is explained, and leaves it there.
+
+    Args:
+        layer: The layer.
+        forward: Another ``forward`` of its class counts, too.
+
+    Raises:
+        DistributedIndexError: By a function in the place of one of ``torch.nn.functional``.
     """
     own = vars(layer)
     if layer.explain or (any(map(own.get, WITHIN)) and is_explained(layer)):
@@ -71,7 +85,33 @@ def is_watched(layer: MessagePassing) -> bool:
             return True
         if "propagate" in own and is_compiled(own["propagate"], type(layer), "propagate"):
             del own["propagate"]
-    return next(_inner_hooks(layer), None) is not None
+    changes = changes_of(layer)
+    if changes:
+        refuse_replaced(layer, changes)
+    return bool(changes) and (forward or not all(is_of_forward(layer, c) for c in changes))
+
+
+def refuse_replaced(module: torch.nn.Module, changes: Sequence[str]) -> None:
+    """Refuses functions in the place of some of ``torch.nn.functional``.
+
+    PyTorch calls what stands there twice for tensors that are no plain ones: the second time by its
+    name, for what the function that it replaced is.
+
+    Args:
+        module: A layer, or a norm.
+        changes: What users have changed of it (:func:`~pyg_sar.message.row_modules.changes_of`).
+
+    Raises:
+        DistributedIndexError: Naming the function.
+    """
+    for change in changes:
+        if change.startswith("torch.nn.functional."):
+            raise DistributedIndexError(
+                f"{type(module).__name__} {getattr(module, 'ledger_name', '')!r} calls {change}, "
+                f"in whose place there is a function of the user's (rank {current().rank}), which "
+                "PyTorch would call twice for a tensor of the whole graph: derive a layer that "
+                "calls your function"
+            )
 
 
 def warn_of_memory(why: str) -> None:
@@ -92,7 +132,7 @@ def refuse_watched(module: torch.nn.Module, rank: int) -> None:
     """
     kind = type(module).__name__
     own = "" if _ENTRIES.isdisjoint(vars(module)) else replaced_entry(module)
-    for name, hooks in _inner_hooks(module):
+    for name, hooks in hooks_within(module):
         own = f"a hook in '{hooks}' of its {name!r}"
     if own:
         raise DistributedIndexError(
@@ -100,18 +140,6 @@ def refuse_watched(module: torch.nn.Module, rank: int) -> None:
             f"see the rows of rank {rank} only: put a forward or backward hook on the {kind}, or "
             "do that in the model's forward()"
         )
-
-
-def _inner_hooks(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Hooks of modules within another one: their names, and where the hook is.
-
-    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
-    """
-    for name, inner in module.named_modules():
-        for kind in MODULE_HOOKS if inner is not module else ():
-            for hook in (inner.__dict__.get(kind) or {}).values():
-                if home_of(hook) not in ("torch", "torch_geometric"):
-                    yield name, kind
 
 
 def with_hooks(module: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ from pyg_sar.message.layer_state import (
 )
 from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
-from pyg_sar.message.row_modules import update_asks_for_edges
+from pyg_sar.message.row_modules import changes_of, update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of, with_seed
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
@@ -535,7 +535,9 @@ class DistMessagePassing(MessagePassing):
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self, self._bound(args, kwargs))
-        return None if self.training in facts_of(self).not_fused else found
+        if found is None or self.training in facts_of(self).not_fused or changes_of(self):
+            return None
+        return found
 
     def _call_on_own_graph(
         self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]

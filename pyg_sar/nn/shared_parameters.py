@@ -70,9 +70,13 @@ class SharedParameters:
         """Returns a line for each plain attribute of the layers, alike on all workers.
 
         Args:
-            comm: Of the workers of one graph, which have more alike.
+            comm: Of the workers of one graph, which have more alike: attributes of users' layers.
         """
-        rows = [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+        rows = [
+            f"{name}.{row}"
+            for name, one in self.layers()
+            for row in attribute_rows(one, settings=True, of_users=comm is not None)
+        ]
         return rows if comm is None else [*rows, *notes(comm)]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:

@@ -23,6 +23,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,6 +81,8 @@ def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
 LIMBS = 8
 _REPLICAS: Label = ("", "", "replicas")
 _ROUNDING = 4  # units in the last place of a tensor's largest value
+_SMALL = 4096  # Numbers of a tensor that is compared by what it holds.
+_LIBRARIES = frozenset({"torch", "torch_geometric", "pyg_sar"})
 _LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "replica", "verbose"})
 
 
@@ -258,21 +261,30 @@ def _arguments(kind: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-def attribute_rows(model: torch.nn.Module, settings: bool = False) -> list[str]:
+def attribute_rows(
+    model: torch.nn.Module, settings: bool = False, of_users: bool = False
+) -> list[str]:
     """Returns a line for each plain attribute of each module, except a worker's own.
 
     These begin with an underscore, or are named ``rank``, ``local_rank``, ``device``,
     ``num_nodes``, ``verbose`` or ``debug``. With ``settings`` only those that a constructor
-    takes: others may be anything that a model keeps of its run.
+    takes: others may be anything that a model keeps of its run. With ``of_users`` modules of users'
+    own classes have a line for all attributes but booleans, small tensors among them, and for the
+    classes of the modules that they hold.
     """
     rows = []
     for prefix, module in model.named_modules():
         start, kind = f"{prefix}." if prefix else "", cast(Any, type(module))
+        users = of_users and kind.__module__.partition(".")[0] not in _LIBRARIES
+        if users:
+            rows += [f"{start}{name}: {type(m).__name__}" for name, m in module.named_children()]
         for name, value in sorted(vars(module).items()):
             local = name.startswith("_") or name in _LOCAL
-            local = local or (settings and name not in _arguments(kind))
+            if settings and name not in _arguments(kind):
+                local = local or not users or isinstance(value, bool)
             try:
-                text = None if local or isinstance(value, Tensor) else plain(value)
+                local = local or (isinstance(value, Tensor) and not users)
+                text = None if local else _content(value) if users else plain(value)
             except RecursionError as error:
                 raise ValueError(
                     f"The model's attribute '{start}{name}' is a {type(value).__name__} that holds "
@@ -281,6 +293,28 @@ def attribute_rows(model: torch.nn.Module, settings: bool = False) -> list[str]:
             if text is not None:
                 rows.append(f"{start}{name}: {text}")
     return rows
+
+
+def _content(value: Any) -> str | None:
+    """Returns :func:`plain` text, and a checksum of a small tensor on the CPU, or of an array."""
+    if type(value) is Tensor:
+        if value.is_cpu and not value.requires_grad and value.layout == torch.strided:
+            return _content(value.numpy()) if value.numel() <= _SMALL else None
+        return None  # A GPU would have to be waited for; what is computed of parameters follows.
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, np.ndarray):
+        if value.size > _SMALL or value.dtype == object:
+            return None
+        numbers = value.tolist() if value.size == 1 else zlib.crc32(value.tobytes())
+        return f"{value.dtype} {list(value.shape)} {numbers}"
+    if isinstance(value, list | tuple | Mapping) and len(value) > _SMALL:
+        return None
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(str(_content(item)) for item in value)}]"
+    if isinstance(value, Mapping):
+        return str(sorted((repr(key), _content(item)) for key, item in value.items()))
+    return plain(value)
 
 
 def first_difference(rows: Sequence[str], comm: Communicator) -> tuple[int, str, str] | None:
