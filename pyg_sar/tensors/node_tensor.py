@@ -35,7 +35,8 @@ some workers. So PyTorch is asked first, of tensors of the whole graph's shapes 
 and its error is raised, on all workers alike, as all know the shapes. The same call tells the
 strides of the results. Where it can't tell, as values decide, a rule looks for itself. Of ids it
 looks at no kind of number: that is asked of tensors with a single number each. All this is done
-once for arguments of the same shapes, strides and kinds of numbers.
+once for arguments of the same shapes, strides and kinds of numbers, and not for operators on each
+element, whose rule looks at all operands.
 
 [Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
@@ -296,7 +297,8 @@ class NodeTensor(Tensor):
         kwargs = kwargs or {}
         given = node_tensors(args, kwargs)
         comm = given[0].rows.comm
-        if found is not refused and name not in _TAKE_ALL and name[:8] != "_foreach":
+        fits = found is RULES["pointwise"] or name in _TAKE_ALL  # Or that rule refuses it.
+        if not fits and found is not refused and found is not one_by_one:
             told(func, args, kwargs, comm)  # See [Note: told].
         if comm.world_size > 1:
             if comm.host is not None:
