@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero, random_parts
-from oracle import MODES, TOLERANCE, error, make_graph, workers
+from oracle import MODES, TOLERANCE, error, make_graph, parts, workers
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
@@ -171,6 +171,18 @@ REFUSED = {
     "unnamed": ({"roots": torch.tensor([3, 7])}, "'roots' holds integers that could be node ids"),
     "unnamed scalar": ({"root": torch.tensor(3)}, "'root' holds integers"),
     "unnamed array": ({"roots": np.array([3, 7])}, "'roots' holds integers"),
+    "several": (
+        {"roots": torch.tensor([3]), "table": torch.zeros(4, 3).long()},
+        r"'roots' holds.*'table' holds.*node_ids=\['roots'\] for.*'roots': False, 'table': False",
+    ),
+    "no shape of ids": (
+        {"table": torch.zeros(4, 3).long()},
+        r"say write_partitions\(..., node_ids=\{'table': False\}",
+    ),
+    "list of another": (
+        {"train_idx": torch.arange(5), "train_roots": torch.arange(5)},
+        "'train_roots' holds integers",
+    ),
     "unnamed dict": ({"split": {"train": torch.tensor([3])}}, "dict 'split'.*node_ids=\\['split'"),
     "per node": ({"cluster_idx": torch.arange(40) % 3}, "one entry per node, but is named"),
     "edge ids": ({"edge_idx": torch.tensor([1, 2])}, "named after edges"),
@@ -194,6 +206,19 @@ def test_refused_by_name(name: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message):
         write_partitions(data, 2, tmp_path / "parts", "random")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_integer_labels_go_with_their_list(tmp_path: Path):
+    data = make_graph(NODES)
+    data.train_idx, data.train_y = torch.tensor([7, 3, 20]), torch.tensor([2, 0, 1])
+    write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def worker() -> tuple[list[int], list[int], bool]:
+        found = pyg_sar.load_partition(tmp_path / "parts")
+        spread = isinstance(found.train_y, NodeTensor)
+        return found.train_idx.tolist(), found.train_y.tolist(), spread
+
+    assert parts(worker, 2) == [([7, 3, 20], [2, 0, 1], True)] * 2
 
 
 def test_what_the_caller_says(tmp_path: Path):

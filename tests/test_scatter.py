@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from oracle import CHANNELS, EDGE_DIM, TOLERANCE, error, make_graph, parts, whole, workers
 from torch import Tensor, nn
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GINEConv, global_mean_pool
 
 import pyg_sar
-from pyg_sar.errors import PartitionError
+from pyg_sar.errors import DistributedIndexError, PartitionError
+from pyg_sar.files import with_checksum
+from pyg_sar.partition import merge_partitions
 from pyg_sar.tensors import NodeTensor
 
 
@@ -143,6 +147,40 @@ def cost_and_memory(given: list[Data]) -> tuple[list[int], list[int], int]:
         gc.collect()
         alive.append(sum(ref() is not None for ref in seen))
     return counts, alive, len(comm.layouts)
+
+
+def batches(root: Path | None, batch: Any) -> list[tuple[Any, ...]]:
+    """What a batch of graphs tells of itself: from files, or scattered."""
+    data = pyg_sar.scatter(batch, "random") if root is None else pyg_sar.load_partition(root)
+    assert isinstance(data, Batch)
+    said = []
+    for take in (lambda: data[1], data.to_data_list, lambda: copy.copy(data).get_example(1)):
+        with pytest.raises(DistributedIndexError, match="to_data_list.*subgraph.batch.batch == "):
+            take()
+    one = data.subgraph(data.batch == 1)
+    said.append((len(data), data.num_graphs, data.batch_size, one.x.full_tensor()))
+    return said
+
+
+def test_a_batch_of_graphs_is_a_batch_again(tmp_path: Path):
+    graphs = [make_graph(10 + k, 40, k) for k in range(4)]
+    batch = Batch.from_data_list(graphs)
+    pyg_sar.write_partitions(batch, 2, tmp_path / "parts", "random")
+    assert len(merge_partitions(tmp_path / "parts")) == 4
+    for root in (tmp_path / "parts", None):
+        for ((*counts, x),) in parts(batches, 2, root, batch):
+            assert counts == [4, 4, 4] and torch.equal(x, graphs[1].x)
+
+
+def test_a_partition_that_names_no_batch_is_read(tmp_path: Path):
+    """Those of before have no such field."""
+    pyg_sar.write_partitions(make_graph(), 1, tmp_path / "parts")
+    path = tmp_path / "parts" / "metadata.json"
+    content = json.loads(path.read_text())
+    del content["batched"], content["checksum"]
+    path.write_text(with_checksum(content))
+    kind = lambda: type(pyg_sar.load_partition(tmp_path / "parts")).__name__  # noqa: E731
+    assert parts(kind, 1) == ["Data"]
 
 
 @pytest.mark.parametrize("start", [workers, parts])

@@ -104,6 +104,8 @@ class Communicator(ABC):
         """Says if a layer computes: modules in it get this worker's rows."""
         self.derivations: Any = None
         """Which ids and masks are the same as others were (``tensors/derivations.py``)."""
+        self.told: dict[Any, Any] = {}
+        """What PyTorch says of operators' arguments (``tensors/node_tensor.py``)."""
         self.serials = itertools.count()
         """Numbers, of which each is given once."""
         self.made_edges: Any = None

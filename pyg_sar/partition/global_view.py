@@ -20,7 +20,7 @@ from pyg_sar.ledger import Label
 from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_form
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
-from pyg_sar.partition.parts import decode_attributes, put_list, put_store
+from pyg_sar.partition.parts import as_batch, decode_attributes, put_list, put_store
 from pyg_sar.partition.schema import PartTensors, RowGroup, StoreInfo, without_prefix
 from pyg_sar.space.index_space import dist_edge_index
 from pyg_sar.tensors import (
@@ -83,7 +83,7 @@ def whole_graph(
             first = filter(found.__contains__, _FIRST)
             found = {name: found[name] for name in dict.fromkeys([*first, *found])}
         put_store(data, info, found)
-    return data
+    return as_batch(data, metadata.batched)
 
 
 def _store(

@@ -182,6 +182,7 @@ GRAPH = {
     "method": text(),
     "seed": lambda value, known: (_is_int(value), "a whole number"),
     "num_graphs": or_null(count()),
+    "batched": or_null(count()),
 }
 STATISTICS = {
     "edge_cut": count(most="num_edges"),
@@ -285,6 +286,7 @@ class PartitionMetadata(Shown):
     stores: list[StoreInfo]
     parts: list[PartInfo]
     num_graphs: int | None = None
+    batched: int | None = None  # Graphs of a ``Batch``, which it is again.
     series: dict[str, SeriesInfo] = field(default_factory=dict)
 
     @property
@@ -400,7 +402,7 @@ def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
     ``path``.
     """
     fields = Fields(path, content)
-    graph = Fields(path, {"num_graphs": None, **fields.content}).read(GRAPH)
+    graph = Fields(path, {"num_graphs": None, "batched": None, **fields.content}).read(GRAPH)
     stores = _stores(fields, graph)
     statistics = _statistics(fields.inner("statistics"), graph, stores)
     parts = [

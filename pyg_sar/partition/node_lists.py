@@ -28,6 +28,11 @@ NodeIds = Sequence[str] | Mapping[str, bool]
 """Names of attributes that hold node ids; or for each name whether it does."""
 
 _NAMED = re.compile(r"index|indices|(^|_)idx(_|\d*$)", re.IGNORECASE)
+_LABELS = re.compile(r"(^|_)(y|labels?)(_|$)")
+"""Names of attributes that go along with a list of node ids though they are integers."""
+
+UNSURE = "unsure"
+"""The kind of integers that may be node ids, which the caller has to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,8 @@ def integers(value: Any) -> Tensor | None:
 def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) -> str:
     """Returns ``'nodes'`` for a list of node ids, ``'links'`` for pairs, ``''`` for neither.
 
-    ``level`` is what the attribute's rows would be without ids, ``said`` what the caller says. What
-    can't be told, and ids that can't be split, are refused.
+    ``level`` is what the attribute's rows would be without ids, ``said`` what the caller says.
+    What can't be told is :data:`UNSURE`; ids that can't be split are refused.
     """
     if said is False or (level != "graph" and not said and not is_named(name)):
         return ""
@@ -116,7 +121,7 @@ def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) 
     if not (said or is_named(name)):
         array = isinstance(value, Tensor | np.ndarray) and ids.numel() > 0
         if array and name != "y" and space.holds(ids):
-            raise _refused(name, space, "holds integers that could be node ids")
+            return UNSURE
         return ""
     if said is None and ids.dim() == 0 and not space.holds(ids):
         return ""
@@ -124,9 +129,7 @@ def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) 
     if said is None and level != "graph" and ids.numel() and not (pairs and "edge" in name):
         if not space.holds(ids):
             return ""
-        raise _refused(
-            name, space, f"has one entry per {level}, but is named as if it held node ids"
-        )
+        return UNSURE
     _check_ids(name, ids, space, said)
     return "links" if pairs else "nodes"
 
@@ -135,11 +138,10 @@ def _check_ids(name: str, ids: Tensor, space: Space, said: bool | None) -> None:
     """Raises unless the ids are a vector or pairs, in range."""
     pairs = ids.dim() == 2 and ids.size(0) == 2
     if name == "face" or "hyperedge" in name:
-        raise _refused(name, space, "can't be split among workers")
+        raise _refused(name, space, "can't be split among workers", splits=False)
     if not pairs and ids.dim() != 1:
-        raise _refused(
-            name, space, f"should be of shape [K] or [2, K] to be split (got {list(ids.shape)})"
-        )
+        shape = f"should be of shape [K] or [2, K] to be split (got {list(ids.shape)})"
+        raise _refused(name, space, shape, splits=False)
     if not pairs and "edge" in name and said is None:
         raise _refused(name, space, "is named after edges, but is no pair of node ids, [2, K]")
     if not (space.pairs if pairs else space.vectors):
@@ -161,12 +163,45 @@ def _described(value: Any) -> str:
     return type(value).__name__
 
 
-def _refused(name: str, space: Space, problem: str) -> ValueError:
+def _refused(name: str, space: Space, problem: str, splits: bool = True) -> ValueError:
+    """Returns the error for an attribute; might it be split, if it holds node ids?"""
     where = "" if space.owner == "the graph" else f" of {space.owner}"
+    listed = f"node_ids=['{name}'] if it holds node ids, " if splits else ""
     return ValueError(
         f"The attribute '{name}'{where} {problem}. Workers number their nodes anew: say "
-        f"write_partitions(..., node_ids=['{name}']) if it holds node ids, "
-        f"node_ids={{'{name}': False}} to keep its values as they are, or delete it"
+        f"write_partitions(..., {listed}node_ids={{'{name}': False}}) to keep its values as they "
+        "are, or delete it"
+    )
+
+
+def _refuse_unsure(unsure: Mapping[str, tuple[Tensor, str]], space: Space) -> None:
+    """Raises one error for all attributes that may hold node ids, if there are any.
+
+    Of each it gets the integers, and what its rows are otherwise.
+    """
+    if not unsure:
+        return
+    why = {
+        name: f"has one entry per {level}, but is named as if it held node ids"
+        if is_named(name)
+        else "holds integers that could be node ids"
+        for name, (_, level) in unsure.items()
+    }
+    fitting = [
+        name
+        for name, (ids, _) in unsure.items()
+        if ids.dim() == 1 or (ids.dim() == 2 and ids.size(0) == 2)
+    ]
+    if len(why) == 1:
+        ((name, problem),) = why.items()
+        raise _refused(name, space, problem, bool(fitting))
+    where = "" if space.owner == "the graph" else f" of {space.owner}"
+    told = "; ".join(f"'{name}' {problem}" for name, problem in why.items())
+    listed = f"node_ids={fitting} for those that hold node ids, " if fitting else ""
+    raise ValueError(
+        f"Attributes{where}: {told}. Workers number their nodes anew: say write_partitions(..., "
+        f"{listed}node_ids={dict.fromkeys(why, False)}) for those whose values are to stay as they "
+        "are, or delete them"
     )
 
 
@@ -239,13 +274,19 @@ def take_lists(
     Returns the names of all these attributes, and the lists. What can't be told is refused.
     """
     found: _Found = {}
+    unsure: dict[str, tuple[Tensor, str]] = {}
     for name, value in named_attributes(values):
         if isinstance(value, Mapping):
             found |= _of_dict(name, value, space, said.get(name))
         elif kind := kind_of(name, value, level(name, value), space, said.get(name)):
-            found[name, None] = kind, value
+            if kind == UNSURE:
+                unsure[name] = torch.as_tensor(integers(value)), level(name, value)
+            else:
+                found[name, None] = kind, value
     taken = {name for name, _ in found}
     columns = _aligned(values, level, found)
+    labels = {name for rows in columns.values() for name in rows if _LABELS.search(name)}
+    _refuse_unsure({name: one for name, one in unsure.items() if name not in labels}, space)
     whole = []
     for (name, key), (kind, value) in found.items():
         ids = torch.as_tensor(integers(value))

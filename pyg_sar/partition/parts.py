@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.cover import StoredCovers, stored_covers
 from pyg_sar.kernels.ops import sort_edges
 from pyg_sar.partition.assignment import restore_adjacency
@@ -231,6 +232,29 @@ def merge_parts(stores: Sequence[StoreInfo], parts: Sequence[PartTensors]) -> Da
     for info, attributes in zip(stores, content, strict=True):
         put_store(found, info, attributes)
     return found
+
+
+def as_batch(data: Data | HeteroData, num_graphs: int | None) -> Data | HeteroData:
+    """Returns a graph, which is the batch of ``num_graphs`` graphs from now on, as a ``Batch``.
+
+    ``None``: it is no batch, and stays as it is.
+    """
+    if num_graphs is not None:
+        if not isinstance(data, Batch):
+            object.__setattr__(data, "__class__", type(Batch(_base_cls=type(data))))
+        object.__setattr__(data, "get_example", _no_example)
+        data._num_graphs = num_graphs
+    return data
+
+
+def _no_example(idx: int) -> Any:
+    """Stands for ``get_example()``, which ``batch[k]`` and ``to_data_list()`` call."""
+    raise DistributedIndexError(
+        f"get_example(), to_data_list() and batch[{idx}] can't take single graphs out of this "
+        "batch: where the attributes of each begin isn't kept with rows that lie by parts. "
+        f"batch.subgraph(batch.batch == {idx}) has the nodes and edges of graph {idx}; or take it "
+        "from the batch before write_partitions() or scatter()"
+    )
 
 
 def put_store(data: Data | HeteroData, info: StoreInfo, attributes: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import PartitionError
@@ -46,7 +46,8 @@ def scatter(
 
     The result is what :func:`pyg_sar.write_partitions` and :func:`pyg_sar.load_partition` give,
     without files: tensors of the whole graph, of which each worker holds its part's rows. A batch
-    of graphs (PyG's ``DataLoader``) is one graph, a ``Batch`` with ``num_graphs``:
+    of graphs (PyG's ``DataLoader``) is one graph, a ``Batch`` with ``num_graphs``, out of which
+    single graphs can't be taken:
 
     .. code-block:: python
 
@@ -117,15 +118,7 @@ def scatter(
     if not bool((everyone[:, 33:] == everyone[0, 33:]).all()):
         share_random_states(comm, source)
     torch.compiler.set_stance("force_eager")  # As in load_partition().
-    found = whole_graph(comm, parse_metadata(Path(_NOWHERE), content), tensors, place, keep=False)
-    return found if content["batched"] is None else as_batch(found, content["batched"])
-
-
-def as_batch(data: Data | HeteroData, num_graphs: int) -> Data | HeteroData:
-    """Returns a graph, which is the batch of ``num_graphs`` graphs from now on, as a ``Batch``."""
-    object.__setattr__(data, "__class__", type(Batch(_base_cls=type(data))))
-    data._num_graphs = num_graphs
-    return data
+    return whole_graph(comm, parse_metadata(Path(_NOWHERE), content), tensors, place, keep=False)
 
 
 def _has_positions(data: Any) -> bool:
@@ -141,13 +134,11 @@ def _cut(
     tensors.
     """
     check_type("data", data, (Data, HeteroData), "a Data, a HeteroData or None")
-    graphs = data.num_graphs if isinstance(data, Batch) else None
     header, statistics, tensors_of = prepare(data, num_parts, method, seed, lambda _: None, **how)
     rows = zip(statistics.nodes, statistics.edges, statistics.halo, strict=True)
     names = ("num_nodes", "num_edges", "num_halo")
     nowhere = {"file": "", "sha256": "", "bytes": 0}
     header["parts"] = [nowhere | dict(zip(names, counts, strict=True)) for counts in rows]
-    header["batched"] = graphs
     return json.loads(json.dumps(header)), tensors_of
 
 

@@ -53,7 +53,7 @@ from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
-from pyg_sar.partition.parts import merge_parts
+from pyg_sar.partition.parts import as_batch, merge_parts
 from pyg_sar.partition.schema import VERSION, PartTensors
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.partition.series import SERIES_FILES, check_series, merge_series, write_series
@@ -99,6 +99,9 @@ def write_partitions(
     the attributes that have a row per entry (``edge_label``). By PyG's convention these are
     attributes whose name has 'index' in it, or the word 'idx'. Loaded, they are tensors of the
     whole graph.
+
+    A batch of graphs (PyG's ``Batch``) is one graph, and loaded a ``Batch`` again, whose length is
+    the number of graphs.
 
     Args:
         data: The graph.
@@ -513,4 +516,4 @@ def merge_partitions(
     check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
     if series is not None:
         merge_series(root, metadata, [part["n_id"] for part in parts], series)
-    return merge_parts(metadata.stores, parts)
+    return as_batch(merge_parts(metadata.stores, parts), metadata.batched)

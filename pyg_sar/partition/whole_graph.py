@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Batch, HeteroData
 
 from pyg_sar.partition.assignment import (
     assign_node_types,
@@ -220,7 +220,9 @@ def prepare(
     def tensors(p: int) -> PartTensors:
         return {name: tensor for one in split for name, tensor in one.tensors(p).items()}
 
-    return _header(stores, statistics, method, seed), statistics, tensors
+    header = _header(stores, statistics, method, seed)
+    header["batched"] = data.num_graphs if isinstance(data, Batch) else None
+    return header, statistics, tensors
 
 
 def _total(stores: Sequence[WholeStore], level: str) -> int:

@@ -29,6 +29,15 @@ worker's own rows: operators that write, and views, count for these, too.
 choose operators by strides. So a node tensor has the strides of one process's tensor, found by the
 same operator on tensors without memory, and a worker's rows lie in the same order of axes.
 
+[Note: told] A rule computes with a worker's rows: what it gives for arguments that PyTorch refuses
+in one process (an axis beyond the last, parts whose sizes don't add up) is anything, or an error on
+some workers. So PyTorch is asked first, of tensors of the whole graph's shapes that have no memory,
+and its error is raised, on all workers alike, as all know the shapes. The same call tells the
+strides of the results. Where it can't tell, as values decide, a rule looks for itself. Of ids it
+looks at no kind of number: that is asked of tensors with a single number each. All this is done
+once for arguments of the same shapes, strides and kinds of numbers, and not for operators on each
+element, whose rule looks at all operands.
+
 [Note: the same beside rows] Numbers and plain tensors that operators get beside a node tensor must
 be alike on all workers: a temperature, weights of classes, a bound. Each is noted, as what rows are
 taken of is, and the next sum of gradients compares the notes, or a sum over rows where no
@@ -68,6 +77,16 @@ _READERS = frozenset({"index", "_unsafe_index", "index_select", "embedding", "ga
 _excludes = torch._C._SetExcludeDispatchKeyGuard
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _BITS = (torch._C.DispatchKey.Conjugate, False), (torch._C.DispatchKey.Negative, False)
+
+_MOST = 4096  # calls that are remembered
+_NUMBERS = 2**22  # of which zeros are made, to confirm an error
+_PUTS = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
+_WRITES = frozenset({"index_add", "index_copy", "index_fill", "index_reduce"})
+_BY_IDS = _PUTS | _WRITES | {f"{name}_" for name in _WRITES}
+_BY_IDS |= {"index", "_unsafe_index", "index_select"}
+_KINDS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_AS_THEY_ARE = frozenset({int, bool, str, type(None), *_KINDS})
+_TAKE_ALL = frozenset({"clone", "_to_copy", "detach", "alias", "lift_fresh"})
 
 RULES: dict[str, Rule] = {}
 """Rules by the operator's name without namespace and overload; ``pointwise``: torch says so.
@@ -278,6 +297,9 @@ class NodeTensor(Tensor):
         kwargs = kwargs or {}
         given = node_tensors(args, kwargs)
         comm = given[0].rows.comm
+        fits = found is RULES["pointwise"] or name in _TAKE_ALL  # Or that rule refuses it.
+        if not fits and found is not refused and found is not one_by_one:
+            told(func, args, kwargs, comm)  # See [Note: told].
         if comm.world_size > 1:
             if comm.host is not None:
                 given[0].rows.check_part()
@@ -295,8 +317,11 @@ class NodeTensor(Tensor):
             for one in given:  # See [Note: the same rows].
                 call = hash((call, one.mark))
             comm.call = call
-        _check_copies(func, given)
-        _count_writes(func, args, kwargs)
+        for one in given:
+            if one.origin is not None:
+                _check_copy(func, one)
+        if func._schema.is_mutable:
+            _count_writes(func, args, kwargs)
         try:
             with _excludes(*_BITS[0]), _excludes(*_BITS[1]):
                 if not func.is_view:
@@ -431,7 +456,7 @@ def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)
     if x.origin is not None:
-        _check_copies(NodeTensor.to_local, [x])
+        _check_copy(NodeTensor.to_local, x)
     if x.axis != axis:
         raise DistributedIndexError(
             f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
@@ -459,22 +484,20 @@ def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out if isinstance(out, Tensor) else type(found)(targets)
 
 
-def _check_copies(func: Any, given: Sequence[NodeTensor]) -> None:
+def _check_copy(func: Any, copy: NodeTensor) -> None:
     """Raises where what a copy is of was written. See :mod:`pyg_sar.tensors.copies`."""
-    for tensor in given:
-        if tensor.origin is not None and tensor.origin.stale():
-            raise refusal(func, "takes rows of a tensor that was written since", tensor)
+    if copy.origin is not None and copy.origin.stale():
+        raise refusal(func, "takes rows of a tensor that was written since", copy)
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Counts a write for each node tensor that an operator writes into."""
-    if func._schema.is_mutable:
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                for tensor in node_tensors(value):
-                    _ = tensor.local  # It is made before it is written.
-                    tensor.writes.add()
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in node_tensors(value):
+                _ = tensor.local  # It is made before it is written.
+                tensor.writes.add()
 
 
 def _viewed(func: Any, args: Any, kwargs: Any, given: Sequence[NodeTensor], found: Rule) -> Any:
@@ -505,13 +528,10 @@ def _as_in_one_process(
             settled &= func.is_view or one.is_contiguous()
     if settled:
         return out
-    options = {"generator": None, "device": "meta"}
-    kwargs = {k: options.get(k, v) for k, v in mapped(_without_memory, kwargs).items()}
-    try:
-        found = func(*mapped(_without_memory, args), **kwargs)
-    except (RuntimeError, TypeError, ValueError):
-        return out  # What depends on values.
-    likes = iter(tensors_in([found]))
+    found = told(func, args, kwargs, given[0].rows.comm)
+    if found is None:
+        return out
+    likes = iter(found)
     return mapped(lambda one: _laid(one, next(likes, one), given), out)
 
 
@@ -553,8 +573,87 @@ def new_in_order(
     return new.permute(back)
 
 
+def told(func: Any, args: Any, kwargs: Any, comm: Any) -> list[Tensor] | None:
+    """Returns results of an operator without memory, or what it can't tell. See [Note: told].
+
+    Args:
+        func: One of torch's own operators.
+        args: Its arguments.
+        kwargs: The same by name.
+        comm: The workers; what was told before is kept here.
+
+    Raises:
+        Exception: PyTorch's own, where it refuses the call in one process.
+    """
+    values = [*args, *kwargs, *kwargs.values()]
+    key: list[Any] = [func]
+    for value in values:
+        kind = type(value)
+        if kind in _AS_THEY_ARE:
+            key += kind, value
+        elif isinstance(value, NodeTensor):
+            local = value._local
+            key += local.shape, value.axis, value.rows.total, value.steps, local.dtype
+        elif isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                return None
+            key += value.shape, value.stride(), value.dtype
+        elif isinstance(value, list | tuple):
+            key.append(len(value))
+            values += value  # They come last.
+        else:
+            key.append(kind)  # Of numbers with a fraction the kind decides.
+    call = tuple(key)
+    found: tuple[list[Tensor] | None] | None = comm.told.get(call)
+    if found is None:
+        found = (_asked(func, args, kwargs),)
+        if len(comm.told) >= _MOST:
+            comm.told.clear()
+        comm.told[call] = found
+    return found[0]
+
+
+def _asked(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Asks PyTorch, which has not been asked yet."""
+    name = func._schema.name.rpartition("::")[2]
+    if name in _BY_IDS:
+        single = [*map(_single, args)]
+        if name in _PUTS and len(args) > 2:
+            single[2] = torch.zeros((), dtype=args[2].dtype)
+        func(*single, **_single(kwargs))
+    try:
+        return tensors_in([_called(func, args, kwargs, "meta", _without_memory)])
+    except NotImplementedError:
+        return None
+    except Exception as problem:
+        if sum(t.numel() for t in tensors_in(args, kwargs)) > _NUMBERS:
+            if "meta tensors" in str(problem):
+                return None
+            raise
+    with torch.random.fork_rng(devices=[]):  # PyTorch's error is here, where there is one.
+        _called(func, args, kwargs, "cpu", _zeros)
+    return None
+
+
+def _called(func: Any, args: Any, kwargs: Any, device: str, make: Any) -> Any:
+    """Calls an operator with other tensors, which are on another device."""
+    options = {"generator": None, "device": device, "pin_memory": None}
+    given = {name: options.get(name, value) for name, value in mapped(make, kwargs).items()}
+    return func(*mapped(make, args), **given)
+
+
 def _without_memory(t: Tensor) -> Tensor:
+    """Returns a tensor of the same shape, strides and dtype without memory."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def _zeros(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).zero_()
+
+
+def _single(value: Any) -> Any:
+    """Returns arguments with a single number in each tensor, which is 0."""
+    return mapped(lambda t: torch.zeros([1] * t.dim(), dtype=t.dtype), value)
 
 
 def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
@@ -648,7 +747,8 @@ def whole(value: Any, what: str) -> Any:
     """
     if not isinstance(value, NodeTensor):
         return value
-    _check_copies(NodeTensor.full_tensor, [value])
+    if value.origin is not None:
+        _check_copy(NodeTensor.full_tensor, value)
     with torch.no_grad():
         found = value.rows.whole(value.local, value.axis, what)
         if value.steps is None:

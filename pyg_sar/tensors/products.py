@@ -134,7 +134,8 @@ def _embedding_of_rows(func: Any, args: Any, kwargs: Any) -> Any:
     table, index = given["weight"], given["input"]
     defaults = {"padding_idx": (None, -1), "max_norm": (None,), "norm_type": (2.0,)}
     plain = all(v in defaults.get(k, (False,)) for k, v in given.items() if k not in names)
-    if plain and len(args) <= 2 and isinstance(table, NodeTensor) and table.axis == 0:
+    plain = plain and len(args) <= 2 and not index.is_floating_point()
+    if plain and isinstance(table, NodeTensor) and table.axis == 0:
         ids = index.local if isinstance(index, NodeTensor) else index
         if ids.numel() and int(ids.min()) < 0:
             raise IndexError("index out of range in self")  # as torch; others' ids may be right

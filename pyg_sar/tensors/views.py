@@ -70,8 +70,6 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(shape, torch.dtype):
         raise refusal(func, "as another dtype is not supported", source)
     shape = resized(shape, source.numel())
-    if math.prod(shape) != source.numel():
-        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {source.numel()}")
     found = _new_rows(source.rows, source.axis, source.shape, shape)
     if found is None:
         flat = len(shape) == 1 or not source.numel()
@@ -346,24 +344,18 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule("cat", "stack")
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors = list(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     name = func._schema.name.rpartition("::")[2]
-    first = node_tensors(tensors)[0]
-    dim = dim % (first.dim() + (name == "stack"))
+    widest = max(t.dim() for t in args[0])
+    tensors = [t for t in args[0] if t.dim() == widest]  # PyTorch skips those of shape [0].
+    first = next(iter(node_tensors(tensors)), None)
+    if first is None:
+        return by_gathering(func, args, kwargs)
+    dim = arguments(func, args, kwargs)["dim"] % (first.dim() + (name == "stack"))
     if name == "stack" or dim != first.axis:
-        operands = [t for t in tensors if t.dim() == first.dim()]  # Empty ones of [0] are skipped.
-        if any(t.size(first.axis) != first.rows.total for t in operands):
-            raise RuntimeError(
-                f"{name}: sizes of axis {first.axis} differ: {[list(t.shape) for t in tensors]}"
-            )
-        local = [own(t, first.rows, first.axis) for t in operands]
-        out = func(local, dim)
+        out = func([own(t, first.rows, first.axis) for t in tensors], dim)
         return wrap(out, first.rows, first.axis + (name == "stack" and dim <= first.axis))
     parts = []
     for tensor in tensors:
-        if tensor.dim() != first.dim():
-            continue
         if isinstance(tensor, NodeTensor):
             if tensor.axis != dim:
                 raise refusal(func, "joins rows along different axes", *tensors)

@@ -31,7 +31,7 @@ from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.node_lists import is_named
-from pyg_sar.partition.scatter import as_batch
+from pyg_sar.partition.parts import as_batch
 from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import (
     merge_partitions,
