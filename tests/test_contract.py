@@ -881,11 +881,16 @@ def own_number_of_edges(data: Data) -> None:
     layer(data.x, data.edge_index, data.edge_weight[:count])
 
 
+def first_nodes(data: Data) -> None:
+    pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())(data.x[:17], data.edge_index)
+
+
 MISTAKES: dict[Callable[[Data], None], str] = {
     change: "came out differently",
+    first_nodes: r"got 'x' of shape \[17, 6\], where its edges have 40 nodes",
     fewer_nodes: r"Expected 'x' to hold the .*got shape \[39, 6\].: pass a tensor of the graph",
     own_nodes: r"got a plain tensor of shape \[\d+, 6\], the number of this worker's rows alone",
-    own_number_of_edges: r"shape \[\d+\], the number of this worker's rows alone",
+    own_number_of_edges: r"shape \[\d+\], whose rows are neither its edges nor their nodes",
     fewer_edges: "edge-level tensor of 210 rows for .*: pass a tensor of the graph's edges",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,8 @@ from pyg_sar.errors import WorkerError
 
 CHANNELS, STEPS = 6, 4
 SWITCH = {"on": False}
+FUNCTION: Callable[[float], float] = math.floor
+NOTHING: object = None
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 
 
@@ -70,6 +73,8 @@ ON: dict[str, Callable[[Any], Any]] = {
     "class": lambda m: m.by_class,
     "closure": lambda m: m.look(),
     "global": lambda m: SWITCH["on"],
+    "function": lambda m: FUNCTION(-1.5) > 0,
+    "nothing": lambda m: NOTHING is not None,
     "property": lambda m: m.of_global,
     "environment": lambda m: os.environ.get("PYG_SAR_TEST_SWITCH") == "on",
 }
@@ -81,6 +86,7 @@ def switch(m: Any, on: bool) -> None:
         m.gate.fill_(2.0 * on - 1)
     m.space.on = m.slots.on = m.called.on = m.table["on"] = m._hidden = m.cell["on"] = on
     m.inner.deeper.on, m.numbers[0], SWITCH["on"], Places.by_class = on, float(on), on, on
+    globals().update(FUNCTION=math.fabs if on else math.floor, NOTHING=object() if on else None)
     os.environ["PYG_SAR_TEST_SWITCH"] = "on" if on else "off"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -69,12 +70,43 @@ def home_of(function: Any) -> str:
 
     ``__module__`` would tell another one: ``functools.wraps`` copies it.
     """
+    if isinstance(function, type):
+        return function.__module__.partition(".")[0]
     function = getattr(function, "__func__", function)
     if isinstance(function, partial) and home_of(function.func) == "pyg_sar":
         return "pyg_sar"
     names = getattr(function, "__globals__", None) or {}
     home = names.get("__name__") or getattr(function, "__module__", None)
     return str(home or type(function).__module__).partition(".")[0]
+
+
+LIBRARIES = frozenset(
+    {
+        *("torch", "torch_geometric", "pyg_sar", "pyg_lib", "torch_scatter", "torch_sparse"),
+        *("torch_cluster", "torch_spline_conv", "numpy", "scipy", "einops", "typing_extensions"),
+        *(sys.stdlib_module_names - {"unittest"}),  # which puts others in the place of functions
+    }
+)
+"""Packages whose functions are nobody's own."""
+
+
+def is_users(value: Any) -> bool:
+    """Returns whether a class, or a function or an object that is called, is of a user's code."""
+    return home_of(value) not in LIBRARIES
+
+
+def function_of(value: Any) -> FunctionType | None:
+    """Returns the function of a method, a property or a partial; ``None`` for all else."""
+    while isinstance(value, partial):
+        value = value.func
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    return value if isinstance(value, FunctionType) else None
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Returns the names of globals and attributes in a function, and in those within it."""
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 class Itself:

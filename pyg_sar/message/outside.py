@@ -10,26 +10,31 @@ names and objects are part of a call's key (:func:`state_of`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
-from sys import stdlib_module_names
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from pyg_sar.message.layer_facts import Itself, home_of, hooks_of
+from pyg_sar.message.layer_facts import (
+    LIBRARIES,
+    Itself,
+    function_of,
+    home_of,
+    hooks_of,
+    is_users,
+    names_in,
+)
 from pyg_sar.message.layer_state import is_kept
 
-_KNOWN = frozenset({
-    "torch", "torch_geometric", "pyg_sar", "numpy", "math", "builtins", "typing", "torch_scatter",
-    "torch_sparse", "torch_cluster", "einops", *stdlib_module_names,
-})  # fmt: skip
 _TELLS = frozenset({"os", "posix", "time", "datetime", "random", "secrets", "sys", "io"})
 """Modules of Python whose functions may tell another thing in each call."""
-_BY_NAME = frozenset({"getattr", "globals", "vars", "eval", "exec", "open", "next", "__import__"})
+_BY_NAME = frozenset({
+    "getattr", "hasattr", "globals", "vars", "eval", "exec", "open", "next", "__import__",
+})  # fmt: skip
 _OF_LAYER = "message", "edge_update", "aggregate", "update"
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
+_THEMSELVES = nn.Module, ModuleType, type, FunctionType, BuiltinFunctionType
 _MANY = 256  # entries of a container that are looked at
 _DEEP = 3  # objects within objects
 
@@ -84,21 +89,23 @@ def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[boo
     seen: set[Any] = set()
     while waiting:
         value, owner = waiting.pop()
-        function: Any = _function(value)
-        if function is None or function in seen or not _is_users(function):
+        function: Any = function_of(value)
+        if function is None or function in seen or not is_users(function):
             continue
         seen.add(function)
-        names = _names_in(function.__code__)
+        names = sorted(names_in(function.__code__))
         unknown |= not _BY_NAME.isdisjoint(names)
         for place, name in _places_of(function, names, owner):
             value = place.get(name)
             unknown |= isinstance(value, ModuleType) and value.__name__ in _TELLS
-            unknown |= callable(value) and _home_of(value) in _TELLS
-            if value is None or _is_constant(value):
+            unknown |= callable(value) and home_of(value) in _TELLS
+            if isinstance(value, ModuleType) and _is_constant(value):
                 continue
             places.append((place, name))
+            if value is None or _is_constant(value):
+                continue
             held = owner is module and place is vars(module) and is_kept(value)
-            changes |= _function(value) is None and not (held and not callable(value))
+            changes |= function_of(value) is None and not (held and not callable(value))
             waiting += _functions_in(value, owner)
     return changes or unknown, unknown
 
@@ -108,26 +115,17 @@ def _functions_in(value: Any, owner: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping | list | tuple) and len(value) <= _MANY:
         items = value.values() if isinstance(value, Mapping) else value
         return [(item, owner) for item in items]
-    if _function(value) is not None or isinstance(value, type | ModuleType | Tensor | nn.Module):
+    if function_of(value) is not None or isinstance(value, type | ModuleType | Tensor | nn.Module):
         return [(value, owner)]
-    own = [base for base in type(value).__mro__ if base.__module__.partition(".")[0] not in _KNOWN]
+    own = filter(is_users, type(value).__mro__)
     return [(method, value) for base in own for method in vars(base).values()]
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """Returns the names in the code of a function, and of functions within it, in order."""
-    codes, names = [code], set[str]()
-    for one in codes:
-        codes += [const for const in one.co_consts if isinstance(const, CodeType)]
-        names.update(one.co_names)
-    return sorted(names)
 
 
 def _places_of(function: FunctionType, names: list[str], owner: Any) -> Iterator[tuple[Any, str]]:
     """Yields where names in a function's code may have their values."""
     for name in names:
         value = function.__globals__.get(name)
-        if value is not None:
+        if name in function.__globals__:
             yield function.__globals__, name
         for of_module in names if isinstance(value, ModuleType | type) else ():
             if not _is_constant(value) and of_module in vars(value):
@@ -146,8 +144,7 @@ def _place_of(owner: Any, name: str) -> Any:
     if name in own:
         return own
     base: Any = next((base for base in type(owner).__mro__ if name in vars(base)), None)
-    known = base is None or base.__module__.partition(".")[0] in _KNOWN
-    return None if known else vars(base)
+    return vars(base) if base is not None and is_users(base) else None
 
 
 def _named(module: nn.Module, name: str) -> Any:
@@ -155,26 +152,11 @@ def _named(module: nn.Module, name: str) -> Any:
     return None if place is None else place.get(name)
 
 
-def _function(value: Any) -> Any:
-    """Returns the function of a method, a property or a partial; ``None`` for all else."""
-    value = value.func if isinstance(value, partial) else value
-    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    return value if isinstance(value, FunctionType) else None
-
-
-def _is_users(function: Any) -> bool:
-    return _home_of(function) not in _KNOWN
-
-
-def _home_of(value: Any) -> str:
-    return str(value.__module__).partition(".")[0] if isinstance(value, type) else home_of(value)
-
-
 def _is_constant(value: Any) -> bool:
     """Returns whether what is no function is a known module, class or object that is called."""
     if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in _KNOWN
-    return callable(value) and not isinstance(value, nn.Module) and not _is_users(value)
+        return value.__name__.partition(".")[0] in LIBRARIES
+    return callable(value) and not isinstance(value, nn.Module) and not is_users(value)
 
 
 def state_of(value: Any, deep: int = _DEEP) -> Any:
@@ -185,7 +167,7 @@ def state_of(value: Any, deep: int = _DEEP) -> Any:
         return value.dtype, value.tobytes()
     if isinstance(value, Tensor | np.ndarray):  # Not itself: a key would keep it.
         return type(value), value.dtype, tuple(value.shape)
-    if deep == 0 or isinstance(value, nn.Module | ModuleType | type | FunctionType):
+    if deep == 0 or isinstance(value, _THEMSELVES):
         return Itself(value)
     fields: Any = value
     if not isinstance(value, Mapping | list | tuple | set | frozenset):

@@ -9,10 +9,10 @@ code takes methods and functions, and what was there at first. A call looks whet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import chain
 from operator import attrgetter, itemgetter
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +22,15 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_geometric.nn import Aggregation, MessagePassing
 
-from pyg_sar.message.layer_facts import MODULE_HOOKS, Itself, facts_of, home_of
+from pyg_sar.message.layer_facts import (
+    MODULE_HOOKS,
+    Itself,
+    facts_of,
+    function_of,
+    home_of,
+    is_users,
+    names_in,
+)
 from pyg_sar.reduction.moments import OVER_ROWS
 
 _OWN = (
@@ -219,14 +227,6 @@ _LOOKED_INTO = ("torch_geometric.nn.", "torch_geometric.utils.")
 _OPERATORS = {"F": nn.functional, "torch": torch, "nn": nn}
 """Modules by the names that PyG's and PyTorch's have for them."""
 _CONSTANTS = (ModuleType, type, type(None), bool, int, float, str, tuple, list, dict, set)
-_HOMES = frozenset(
-    {
-        *("torch", "torch_geometric", "pyg_sar", "pyg_lib", "torch_scatter", "torch_sparse"),
-        *("torch_cluster", "torch_spline_conv", "numpy", "scipy", "builtins", "typing", "math"),
-        *("collections", "copy", "functools", "inspect", "itertools", "operator", "random"),
-        *("typing_extensions", "abc", "warnings"),
-    }
-)
 
 
 def changes_of(layer: nn.Module) -> list[str]:
@@ -322,11 +322,11 @@ def _note(found: dict[str, Place], owner: Any, name: str, title: str) -> None:
         return
     value = getattr(owner, name) if isinstance(owner, type) else owner[name]
     found[title] = owner, name, _USERS if _is_users(value) else value
-    function = _function_of(value)
+    function = function_of(value)
     code, home = getattr(function, "__code__", None), getattr(function, "__globals__", {})
     looks = isinstance(owner, type) or str(home.get("__name__")).startswith(_LOOKED_INTO)
     if looks and code is not None and found[title][2] is not _USERS:
-        used = _names_in(code)
+        used = names_in(code)
         for one in used & home.keys():
             _note_used(found, home, one, used)
 
@@ -346,26 +346,11 @@ def _note_used(
         _note(found, names, name, title)
 
 
-def _names_in(code: CodeType) -> frozenset[str]:
-    """Returns the names of globals and attributes in a function, and in those within it."""
-    inner = [_names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return frozenset(code.co_names).union(*inner)
-
-
-def _function_of(value: Any) -> Any:
-    """Returns the function of a static method, a property, or a partial function."""
-    if isinstance(value, property):
-        value = value.fget
-    if isinstance(value, partial):
-        return _function_of(value.func)
-    return getattr(value, "__func__", value)
-
-
 def _is_users(value: Any) -> bool:
     """Returns whether a function, or what it wraps, is neither PyG's nor PyTorch's, by its home."""
     while value is not None:
-        value = _function_of(value)
-        if home_of(value) not in _HOMES:
+        value = function_of(value) or value
+        if is_users(value):
             return True
         value = getattr(value, "__wrapped__", None)
     return False

@@ -230,11 +230,17 @@ class _Call:
                 return to_local(value, fits[0], axis % value.dim())
             mine = gathered or value.dim() > 1
             if self.edges and mine and value.size(0) in [r.count for r in self.known]:
+                kind = f"{type(self.module).__name__} got a"
+                if gathered:
+                    raise DistributedIndexError(
+                        f"{kind} tensor of shape {list(value.shape)}, whose rows are neither its "
+                        f"edges nor their nodes (rank {self.comm.rank}): pass a row for each of "
+                        "these, or the edges of a subgraph"
+                    )
                 raise DistributedIndexError(
-                    f"{type(self.module).__name__} got a plain tensor of shape "
-                    f"{list(value.shape)}, the number of this worker's rows alone (rank "
-                    f"{self.comm.rank}): pass tensors of load_partition(root), or "
-                    "pyg_sar.from_local(rows, data)"
+                    f"{kind} plain tensor of shape {list(value.shape)}, the number of this "
+                    f"worker's rows alone (rank {self.comm.rank}): pass tensors of "
+                    "load_partition(root), or pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -248,7 +254,15 @@ class _Call:
         return fits.pop() if len(fits) == 1 else value
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments of this worker's computation."""
+        """Returns the arguments of this worker's computation.
+
+        Raises:
+            DistributedIndexError: ``x`` has other rows than the edges have nodes.
+        """
+        for x in [*args[:1], kwargs.get("x")] if self.edges else ():
+            other = isinstance(x, NodeTensor) and x.edges is None
+            if other and all(x.rows.total != rows.total for rows in self.known):
+                self._refuse_as_x(x, args, kwargs)
         local = cache(self.local)  # One tensor in two roles stays one, and travels once.
         ends = self.pair or (None, None)
 
@@ -279,6 +293,20 @@ class _Call:
             elif args and args[0] is None:
                 args = (self.edges[0].sources.ids, *args[1:])
         return args, kwargs
+
+    def _refuse_as_x(self, x: NodeTensor, args: Any, kwargs: Any) -> None:
+        """Raises where a tensor is the argument ``x``, and no weight that rows were made into."""
+        try:
+            found = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
+        except TypeError:  # It calls itself otherwise.
+            return
+        if found.get("x") is x:
+            totals = {rows.total for one in self.edges for rows in (one.sources, one.targets)}
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} got 'x' of shape {list(x.shape)}, where its edges "
+                f"have {' or '.join(map(str, sorted(totals)))} nodes (rank {self.comm.rank}): pass "
+                "a row for each of them, or the edges of a subgraph"
+            )
 
     def _fits_both(self, value: NodeTensor) -> bool:
         """Says if a tensor has as many rows as both ends of a relation, which differ."""
