@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,16 @@ from pyg_sar.errors import WorkerError
 
 CHANNELS, STEPS = 6, 4
 SWITCH = {"on": False}
+VARIABLE: ContextVar[bool] = ContextVar("VARIABLE", default=False)
 FUNCTION: Callable[[float], float] = math.floor
 NOTHING: object = None
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+
+
+TABLE = {"on": False}
+
+
+def of_function() -> None: ...
 
 
 class Slots:
@@ -53,6 +62,7 @@ class Places(torch.nn.Module):
         self.inner = SimpleNamespace(deeper=SimpleNamespace(on=False))
         cell = {"on": False}
         self.cell, self.look = cell, lambda: cell["on"]
+        self.queue, self.method = deque([False]), Called().__call__
 
     @property
     def of_global(self) -> bool:
@@ -73,6 +83,11 @@ ON: dict[str, Callable[[Any], Any]] = {
     "class": lambda m: m.by_class,
     "closure": lambda m: m.look(),
     "global": lambda m: SWITCH["on"],
+    "queue": lambda m: m.queue[0],
+    "method": lambda m: m.method(),
+    "default": lambda m, table=TABLE: table["on"],
+    "of a function": lambda m: of_function.on,  # type: ignore[attr-defined]
+    "context": lambda m: VARIABLE.get(),
     "function": lambda m: FUNCTION(-1.5) > 0,
     "nothing": lambda m: NOTHING is not None,
     "property": lambda m: m.of_global,
@@ -85,6 +100,8 @@ def switch(m: Any, on: bool) -> None:
         m.steps.fill_(2.0 * on)
         m.gate.fill_(2.0 * on - 1)
     m.space.on = m.slots.on = m.called.on = m.table["on"] = m._hidden = m.cell["on"] = on
+    m.queue[0] = m.method.__self__.on = TABLE["on"] = of_function.on = on  # type: ignore[attr-defined]
+    VARIABLE.set(on)
     m.inner.deeper.on, m.numbers[0], SWITCH["on"], Places.by_class = on, float(on), on, on
     globals().update(FUNCTION=math.fabs if on else math.floor, NOTHING=object() if on else None)
     os.environ["PYG_SAR_TEST_SWITCH"] = "on" if on else "off"

@@ -9,6 +9,7 @@ names and objects are part of a call's key (:func:`state_of`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ _TELLS = frozenset({"os", "posix", "time", "datetime", "random", "secrets", "sys
 _BY_NAME = frozenset({
     "getattr", "hasattr", "globals", "vars", "eval", "exec", "open", "next", "__import__",
 })  # fmt: skip
+_CONSTANT = frozenset({"torch", "torch_geometric", "numpy", "pyg_sar"})
+"""Packages whose objects without fields are as they are: a dtype, a device."""
 _OF_LAYER = "message", "edge_update", "aggregate", "update"
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _THEMSELVES = nn.Module, ModuleType, type, FunctionType, BuiltinFunctionType
@@ -104,6 +107,7 @@ def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[boo
             places.append((place, name))
             if value is None or _is_constant(value):
                 continue
+            unknown |= _is_opaque(value)
             held = owner is module and place is vars(module) and is_kept(value)
             changes |= function_of(value) is None and not (held and not callable(value))
             waiting += _functions_in(value, owner)
@@ -115,6 +119,9 @@ def _functions_in(value: Any, owner: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping | list | tuple) and len(value) <= _MANY:
         items = value.values() if isinstance(value, Mapping) else value
         return [(item, owner) for item in items]
+    holder = getattr(value, "__self__", None)
+    if holder is not None and not isinstance(holder, ModuleType):
+        return [(value, holder)]
     if function_of(value) is not None or isinstance(value, type | ModuleType | Tensor | nn.Module):
         return [(value, owner)]
     own = filter(is_users, type(value).__mro__)
@@ -127,12 +134,15 @@ def _places_of(function: FunctionType, names: list[str], owner: Any) -> Iterator
         value = function.__globals__.get(name)
         if name in function.__globals__:
             yield function.__globals__, name
-        for of_module in names if isinstance(value, ModuleType | type) else ():
-            if not _is_constant(value) and of_module in vars(value):
-                yield vars(value), of_module
+        for inner in names if isinstance(value, ModuleType | type | FunctionType) else ():
+            if not _is_constant(value) and inner in vars(value):
+                yield vars(value), inner
         place = _place_of(owner, name)
         if place is not None and not isinstance(place.get(name), Tensor | nn.Module):
             yield place, name
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for value in defaults:  # An object that changes, say.
+        yield {"": value}, ""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
             yield _Cell(cell), name
@@ -159,6 +169,12 @@ def _is_constant(value: Any) -> bool:
     return callable(value) and not isinstance(value, nn.Module) and not is_users(value)
 
 
+def _is_opaque(value: Any) -> bool:
+    """Returns whether an object, an iterator say, may tell another thing each time unseen."""
+    seen = callable(value) or not isinstance(state_of(value), Itself)
+    return not (seen or isinstance(value, _THEMSELVES)) and home_of(value) not in _CONSTANT
+
+
 def state_of(value: Any, deep: int = _DEEP) -> Any:
     """Returns a value's numbers and names, and which objects it holds, as part of a key."""
     if isinstance(value, _PLAIN):
@@ -170,7 +186,7 @@ def state_of(value: Any, deep: int = _DEEP) -> Any:
     if deep == 0 or isinstance(value, _THEMSELVES):
         return Itself(value)
     fields: Any = value
-    if not isinstance(value, Mapping | list | tuple | set | frozenset):
+    if not isinstance(value, Mapping | list | tuple | set | frozenset | deque):
         slots = [s for kind in type(value).__mro__ for s in getattr(kind, "__slots__", ())]
         own = getattr(value, "__dict__", {})
         fields = {**own, **{s: getattr(value, s) for s in slots if hasattr(value, s)}}

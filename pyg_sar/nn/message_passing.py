@@ -301,6 +301,7 @@ class DistMessagePassing(MessagePassing):
         kind = self.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
         # A method of the layer's own, not of its class: others may stand there tomorrow.
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
+        switches.append(torch.get_default_dtype())
         facts = self.__dict__.get("_facts") or facts_of(self)
         if facts.outside is None:
             facts.outside = outside_of(self)
