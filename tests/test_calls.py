@@ -16,6 +16,7 @@ from torch_geometric import nn as gnn
 from torch_geometric.nn import MaxAggregation, SAGEConv
 
 import pyg_sar
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels import ops
 from pyg_sar.message.layer_facts import draws_nothing
 from pyg_sar.tools import load_graph
@@ -106,9 +107,11 @@ def counted(root: Path, dropout: float) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_first_call_runs_the_message_on_made_up_edges_twice(root: Path, dropout: float) -> None:
+def test_a_first_call_runs_the_message_on_made_up_edges(root: Path, dropout: float) -> None:
+    """Twice on few, and once on many, unless it draws."""
+    runs = 2 if dropout else 3
     for first, second, backward in workers(counted, 3, root, dropout):
-        assert first[2:] == second == backward and sum(first[:2]) < 100, first
+        assert first[runs:] == second == backward and sum(first[:2]) < 100, first
 
 
 def tiles(root: Path) -> list[int]:
@@ -196,7 +199,7 @@ def changed(root: Path, states: list[Any]) -> list[Any]:
         x = data.x.clone().requires_grad_()
         for _ in range(3):
             layer(x, data.edge_index).sum().backward()
-        with pytest.raises(ValueError, match="nodes of rank"):
+        with pytest.raises(DistributedIndexError, match=r"got 'x' of shape \[39, 6\]"):
             layer(x[:-1], data.edge_index)
         change(layer)
         x.grad = None

@@ -6,7 +6,6 @@ Rule 1 is ``test_exactness.py``; rules 4 and 5 are ``test_contract_state.py``.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
@@ -36,6 +35,7 @@ from oracle import (
     hosted,
     make_graph,
     node_losses,
+    out_of_sight,
     parts,
     set_policy,
     whole,
@@ -484,8 +484,7 @@ class Watch:
     """
 
     def __init__(self, layer: MessagePassing) -> None:
-        self.refs: deque[StorageWeakRef] = deque()
-        self.numbers = deque([0, 0, 0], maxlen=3)
+        self._state = out_of_sight(SimpleNamespace(refs=[], numbers=[0, 0, 0]))
         kind: Any = type(layer)
 
         @wraps(kind.message)
@@ -498,24 +497,28 @@ class Watch:
         layer.__class__ = type(kind.__name__, (kind,), {"message": message})
 
     def begin(self) -> None:
-        self.refs.clear()
-        self.numbers.extend([0, 0, 0])
+        self.state.refs, self.state.numbers = [], [0, 0, 0]
+
+    @property
+    def state(self) -> Any:
+        return self._state.held.held.held.held
 
     @property
     def found(self) -> list[int]:
         """Calls, storages alive at once, and rows at once."""
-        return list(self.numbers)
+        found: list[int] = self.state.numbers
+        return found
 
     def alive(self) -> int:
-        return sum(not ref.expired() for ref in self.refs)
+        return sum(not ref.expired() for ref in self.state.refs)
 
     def watch(self, tensor: Tensor) -> None:
-        self.refs.append(StorageWeakRef(tensor.untyped_storage()))
+        self.state.refs.append(StorageWeakRef(tensor.untyped_storage()))
 
     def before(self, source: Tensor) -> None:
         calls, alive, rows = self.found
         rows = max(rows, *(led.resident_rows() for led in pyg_sar.comm.current().ledgers))
-        self.numbers.extend([calls + 1, max(alive, self.alive()), rows])
+        self.state.numbers = [calls + 1, max(alive, self.alive()), rows]
         self.watch(source)
 
     def after(self, source: Tensor, out: Tensor) -> None:

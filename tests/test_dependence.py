@@ -172,6 +172,14 @@ CASES: list[tuple[str, Fn, str, bool, bool]] = [
 ]
 
 
+def counting(fn: Callable[..., Tensor], note: Callable[[int], None]) -> Callable[..., Tensor]:
+    def counted(*given: Any) -> Tensor:
+        note(0)
+        return fn(*given)
+
+    return counted
+
+
 def counts(root: Path, pairs: list[tuple[MessagePassing, SARPolicy]]) -> list[dict[str, Any]]:
     """Two passes of each layer by its policy, counted; so are the runs of messages."""
     data = pyg_sar.load_partition(root)
@@ -179,7 +187,7 @@ def counts(root: Path, pairs: list[tuple[MessagePassing, SARPolicy]]) -> list[di
     found = []
     for layer, policy in pairs:
         layer, calls = copy.deepcopy(layer), []
-        layer.fn = lambda *given, fn=layer.fn, calls=calls: (calls.append(0), fn(*given))[1]
+        layer.fn = counting(layer.fn, calls.append)
         layer = pyg_sar.distribute(layer, replace(policy, kernels="off"))  # They run no message.
         backward_calls = 0
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:

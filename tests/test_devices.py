@@ -199,6 +199,8 @@ class Apart(TorchFunctionMode):
     given, and so is what is made of it, until it is copied ``to`` a device or into another tensor.
     """
 
+    __module__ = "pyg_sar"  # With a mode of users' layers run as PyG's own.
+
     def __init__(self) -> None:
         self.host: dict[int, Tensor] = {}
 

@@ -39,6 +39,11 @@ def scaled_write(x: Tensor) -> Tensor:
     return out
 
 
+def padded(x: Tensor) -> Tensor:
+    rows = torch.cat([x, x.new_zeros(max(4000 - x.size(0), 0), CHANNELS)])
+    return torch.cat([rows[:150], 2 * rows[150:]])[: x.size(0)]
+
+
 MESSAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "two slices": lambda x: torch.cat([x[:150], 3 * x[150:]]),
     "from the end": lambda x: torch.cat([x[:-120], 3 * x[-120:]]),
@@ -53,12 +58,28 @@ MESSAGES: dict[str, Callable[[Tensor], Tensor]] = {
     "logarithm": lambda x: x * (math.log(x.size(0)) if x.size(0) > 150 else 1.0),
     "whole number": lambda x: x.tanh() if int(x.size(0)) > 200 else x,
     "error": by_error,
+    "difference": lambda x: x.tanh() if x.size(0) - 200 > 0 else x,
+    "quotient": lambda x: x.tanh() if x.size(0) // 200 else x,
+    "remainder": lambda x: x.tanh() if divmod(x.size(0), 200)[0] else x,
+    "text": lambda x: x.tanh() if len(str(x.size(0))) > 2 else x,
+    "table": lambda x: x * (1.0 if x.size(0) < 64 else {64: 2.0}.get(x.size(0) & 64, 3.0)),
+    "bytes": lambda x: x.tanh() if x.nbytes > 200 * CHANNELS * 8 else x,
+    "shape of all": lambda x: x.tanh() if x.shape.numel() > 200 * CHANNELS else x,
+    "padded": padded,
+    "made in Python": lambda x: (
+        x * torch.tensor([[1.0 + (k > 150)] for k in range(x.size(0))]).to(x)
+    ),
+    "unsafe pieces": lambda x: torch.cat(
+        [(k + 1) * part for k, part in enumerate(torch.unsafe_split(x, 150))]
+    ),
 }
 NO_MATTER: dict[str, Callable[[Tensor], Tensor]] = {
     "lengths": lambda x: x.view(x.size(0), 2, -1).sum(1).repeat(1, 2) * x.new_ones(x.shape[0], 1),
     "empty": lambda x: x if x.size(0) == 0 else x.tanh(),
     "same length": lambda x: x.sin() if x.size(0) == x.tanh().shape[0] else x,
     "columns": lambda x: torch.cat([x[:, :2], 2 * x[:, 2:]], -1) * x.size(1),
+    "by columns": lambda x: x.topk(2, -1)[0].sum(-1, keepdim=True) * x.sort(-1)[0].abs(),
+    "repeated": lambda x: x * torch.arange(CHANNELS).to(x).view(1, -1).repeat(x.size(0), 1),
     "whole slice": lambda x: x[:][: x.size(0)] * torch.zeros(x.shape).add_(1.5).to(x),
 }
 
@@ -189,7 +210,7 @@ def test_aggregations_of_a_layer_of_pyg_are_refused(name: str, root: Path) -> No
         layer = gnn.SAGEConv(CHANNELS, CHANNELS, aggr=AGGREGATIONS[name]())
         pyg_sar.distribute(layer.double())(data.x, data.edge_index)
 
-    with pytest.raises(WorkerError, match="takes another way for another number of edges"):
+    with pytest.raises(WorkerError, match="does something else with many edges"):
         workers(worker, 2)
 
 

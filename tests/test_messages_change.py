@@ -47,6 +47,15 @@ class Called:
         return self.on
 
 
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {"on": False}
+
+    def told(self) -> bool:
+        return self.table["on"]
+
+
 class Places(torch.nn.Module):
     """Where a switch may be, beside plain attributes of a layer."""
 
@@ -62,6 +71,8 @@ class Places(torch.nn.Module):
         self.inner = SimpleNamespace(deeper=SimpleNamespace(on=False))
         cell = {"on": False}
         self.cell, self.look = cell, lambda: cell["on"]
+        self.lin._on, self.lin.cfg = False, {"on": False}  # type: ignore[assignment]
+        self.block, self.hidden = Block(), [Block()]
         self.queue, self.method = deque([False]), Called().__call__
 
     @property
@@ -83,6 +94,10 @@ ON: dict[str, Callable[[Any], Any]] = {
     "class": lambda m: m.by_class,
     "closure": lambda m: m.look(),
     "global": lambda m: SWITCH["on"],
+    "of a submodule": lambda m: m.lin._on,
+    "dict of a submodule": lambda m: m.lin.cfg["on"],
+    "method of a submodule": lambda m: m.block.told(),
+    "module in a list": lambda m: m.hidden[0].told(),
     "queue": lambda m: m.queue[0],
     "method": lambda m: m.method(),
     "default": lambda m, table=TABLE: table["on"],
@@ -102,6 +117,9 @@ def switch(m: Any, on: bool) -> None:
     m.space.on = m.slots.on = m.called.on = m.table["on"] = m._hidden = m.cell["on"] = on
     m.queue[0] = m.method.__self__.on = TABLE["on"] = of_function.on = on  # type: ignore[attr-defined]
     VARIABLE.set(on)
+    m.lin._on = m.lin.cfg["on"] = on
+    for block in (m.block, m.hidden[0]):
+        block.table["on"] = on
     m.inner.deeper.on, m.numbers[0], SWITCH["on"], Places.by_class = on, float(on), on, on
     globals().update(FUNCTION=math.fabs if on else math.floor, NOTHING=object() if on else None)
     os.environ["PYG_SAR_TEST_SWITCH"] = "on" if on else "off"
@@ -124,6 +142,13 @@ class Layer(MessagePassing):
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
         return self.made(bool(self.on(self.state)), x_i, x_j)
+
+
+class Derived(Layer):
+    """Its message calls that of its base class."""
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return 2 * super().message(x_i, x_j)
 
 
 class Net(torch.nn.Module):
@@ -164,6 +189,7 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "EdgeConv, namespace": lambda: gnn.EdgeConv(Net("namespace", 2 * CHANNELS)),
     "EdgeConv, buffer": lambda: gnn.EdgeConv(Net("buffer", 2 * CHANNELS)),
     "aggregation": with_aggregation,
+    "reads, base class": lambda: Derived("reads", "global"),
 }
 
 

@@ -23,7 +23,6 @@ from test_exactness import build
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.nn.conv import gat_conv, gatv2_conv, gcn_conv, transformer_conv
 
@@ -123,12 +122,6 @@ class Halves(TorchFunctionMode):
         return out * 0.5 if func is F.leaky_relu else out
 
 
-class HalvesBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 0.5 if func is torch.ops.aten.leaky_relu.default else out
-
-
 def patched(owner: Any, name: str, value: Any) -> Change:
     return lambda: mock.patch.object(owner, name, value)
 
@@ -187,7 +180,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Change]] = {
     "pre hook": (sage, lambda: hooked(BEFORE, centred, gnn.Linear)),
     "backward hook": (sage, lambda: hooked(BACKWARD, halved, gnn.Linear)),
     "mode": (gat, Halves),
-    "mode below": (gat, HalvesBelow),
     "BatchNorm1d.forward": (batch, replacing(nn.BatchNorm1d, "forward", centred)),
     "hook of norm": (batch, lambda: hooked(FORWARD, centred, nn.BatchNorm1d)),
     "F.batch_norm": (batch, replacing(F, "batch_norm", halved)),

@@ -293,6 +293,7 @@ def _taken(place: int) -> Finish:
 
 
 EDGES, TARGETS = 23, 7
+_COPIES = 131  # of these: what numbers beyond the few decide
 NOT_KNOWN = ", of which it is not known which rows they have"
 _TOLERANCE = {8: 1e-9, 4: 1e-4}
 
@@ -373,6 +374,13 @@ class AggregateCheck:
                     "some only, or computes with the number of targets: do that on node features, "
                     "after propagate()"
                 ), ()
+        many = self._run(every.repeat(_COPIES))[0]
+        middle = slice(_COPIES // 2 * TARGETS, (_COPIES // 2 + 1) * TARGETS)
+        if many is None or not alike(many[middle], whole):
+            return (
+                "its aggregate() does something else with many edges, or targets, than with a few, "
+                "of which each worker has its own: let it compute the same for any number"
+            ), ()
         if changes.refused:
             return (
                 f"its aggregate() changes '{changes.refused}' by the messages that it gets, of "
@@ -399,10 +407,11 @@ class AggregateCheck:
     ) -> tuple[Tensor | None, list[tuple[str, Any, Any]]]:
         """Aggregates of the edges' targets ``[U, *]``, or of the first ``count`` ones."""
         layer, axis = self.layer, int(self.layer.node_dim)
-        targets, index = self.index[edges].unique_consecutive(return_inverse=True)
+        copies = torch.arange(edges.numel(), device=edges.device) // EDGES * TARGETS
+        targets, index = (self.index[edges] + copies).unique_consecutive(return_inverse=True)
         targets = torch.arange(count, device=index.device) if count else targets
         count = targets.numel()
-        rows = {"edge": edges, "node": targets}
+        rows = {"edge": edges, "node": targets % TARGETS}
         given = {
             n: v.index_select(0, rows[self.levels[n]]) if n in self.levels else v
             for n, v in self.arguments.items()

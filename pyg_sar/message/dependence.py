@@ -195,6 +195,12 @@ class Observation:
                 stack.enter_context(mode)
             yield
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Lets what runs meanwhile run in the same state, and keeps nothing of it."""
+        with self._ambient.restored(), detached_parameters(self._layer), torch.no_grad():
+            yield
+
     def ran(
         self, out: Any, values: Sequence[Any], given: dict[str, Any], read: Sequence[Tensor]
     ) -> None:

@@ -35,6 +35,7 @@ _BY_NAME = frozenset({
 })  # fmt: skip
 _CONSTANT = frozenset({"torch", "torch_geometric", "numpy", "pyg_sar"})
 """Packages whose objects without fields are as they are: a dtype, a device."""
+_NOT_CALLED = frozenset({"__init__", "reset_parameters", "extra_repr", "__repr__"})
 _OF_LAYER = "message", "edge_update", "aggregate", "update"
 _PLAIN = bool, int, float, complex, str, bytes, type(None)
 _THEMSELVES = nn.Module, ModuleType, type, FunctionType, BuiltinFunctionType
@@ -77,18 +78,33 @@ def outside_of(layer: nn.Module) -> Outside:
     Args:
         layer: A layer of PyG, or one of the user's.
     """
-    found = Outside([], bool(hooks_of(layer, "message", "edge_update")), False)
-    for module in layer.modules():
-        methods = _OF_LAYER if module is layer else ("forward",)
-        changes, unknown = _look(module, methods, found.places)
-        found = Outside(found.places, found.changes or changes, found.unknown or unknown)
-    return found
+    places: list[tuple[Any, str]] = []
+    named: set[str] = set()
+    changes, unknown = bool(hooks_of(layer, "message", "edge_update")), False
+    modules = list(layer.modules())
+    for module in modules:
+        found = _look(module, _methods_of(module, layer), places, named)
+        changes, unknown = changes or found[0], unknown or found[1]
+    for module in modules[1:]:  # Whatever the layer reads of them.
+        own = [(name, vars(module)[name]) for name in named & vars(module).keys()]
+        read = [(name, v) for name, v in own if not isinstance(v, Tensor | nn.Module)]
+        places += [(vars(module), name) for name, _ in read]
+        changes |= any(callable(value) or not is_kept(value) for _, value in read)
+    return Outside(places, changes, unknown)
 
 
-def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[bool, bool]:
+def _methods_of(module: nn.Module, layer: nn.Module) -> list[Any]:
+    """Returns what a message may call of a module: of classes below others, theirs as well."""
+    bases = [vars(base) for base in type(module).__mro__ if is_users(base)]
+    if module is layer:
+        return [own[name] for own in (vars(layer), *bases) for name in _OF_LAYER if name in own]
+    return [value for own in bases for name, value in own.items() if name not in _NOT_CALLED]
+
+
+def _look(module: nn.Module, methods: list[Any], places: Any, named: set[str]) -> tuple[bool, bool]:
     """Returns whether a module's methods read what may change, and what can't be told."""
     changes = unknown = False
-    waiting = [(_named(module, name), module) for name in methods]
+    waiting = [(method, module) for method in methods]
     seen: set[Any] = set()
     while waiting:
         value, owner = waiting.pop()
@@ -97,6 +113,7 @@ def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[boo
             continue
         seen.add(function)
         names = sorted(names_in(function.__code__))
+        named.update(names)
         unknown |= not _BY_NAME.isdisjoint(names)
         for place, name in _places_of(function, names, owner):
             value = place.get(name)
@@ -107,7 +124,7 @@ def _look(module: nn.Module, methods: tuple[str, ...], places: Any) -> tuple[boo
             places.append((place, name))
             if value is None or _is_constant(value):
                 continue
-            unknown |= _is_opaque(value)
+            unknown |= function_of(value) is None and _is_opaque(value)
             held = owner is module and place is vars(module) and is_kept(value)
             changes |= function_of(value) is None and not (held and not callable(value))
             waiting += _functions_in(value, owner)
@@ -122,10 +139,11 @@ def _functions_in(value: Any, owner: Any) -> list[tuple[Any, Any]]:
     holder = getattr(value, "__self__", None)
     if holder is not None and not isinstance(holder, ModuleType):
         return [(value, holder)]
-    if function_of(value) is not None or isinstance(value, type | ModuleType | Tensor | nn.Module):
+    if function_of(value) is not None or isinstance(value, type | ModuleType | Tensor):
         return [(value, owner)]
     own = filter(is_users, type(value).__mro__)
-    return [(method, value) for base in own for method in vars(base).values()]
+    methods = [pair for base in own for pair in vars(base).items()]
+    return [(method, value) for name, method in methods if name not in _NOT_CALLED]
 
 
 def _places_of(function: FunctionType, names: list[str], owner: Any) -> Iterator[tuple[Any, str]]:
@@ -155,11 +173,6 @@ def _place_of(owner: Any, name: str) -> Any:
         return own
     base: Any = next((base for base in type(owner).__mro__ if name in vars(base)), None)
     return vars(base) if base is not None and is_users(base) else None
-
-
-def _named(module: nn.Module, name: str) -> Any:
-    place = _place_of(module, name)
-    return None if place is None else place.get(name)
 
 
 def _is_constant(value: Any) -> bool:

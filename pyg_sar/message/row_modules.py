@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
-from itertools import chain
 from operator import attrgetter, itemgetter
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_geometric.nn import Aggregation, MessagePassing
 
 from pyg_sar.message.layer_facts import (
@@ -251,8 +249,8 @@ def changes_of(layer: nn.Module) -> list[str]:
         for kind in _HOOKS_OF_ALL:
             hooks = getattr(all_modules, f"_global_{kind}").values()
             found += [f"a hook of all modules ({kind})" for hook in hooks if _is_users(hook)]
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        modes = chain(_get_current_function_mode_stack(), _get_current_dispatch_mode_stack())
+    if torch._C._len_torch_function_stack():
+        modes = _get_current_function_mode_stack()
         found += [f"the mode {type(mode).__name__}" for mode in modes if _is_users(mode)]
     return found
 

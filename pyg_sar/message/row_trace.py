@@ -303,6 +303,9 @@ class RowTrace(Operators):
         name = schema.name.rpartition("::")[2]
         names = [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
+        for argument in schema.arguments:  # A default doesn't come along.
+            if argument.name == "dim" and "dim" not in given:
+                given["dim"] = argument.default_value
         self._look_beyond(name, given)
         out = func(*args, **kwargs)
         if name in _IGNORED:
@@ -334,7 +337,11 @@ class RowTrace(Operators):
             self.generators[generator] = generator.get_state()
             self.causes.note("generator", name)
         source = given.get("self")
-        if name not in ("slice", "split") or not isinstance(source, Tensor) or not source.dim():
+        if (
+            name not in ("slice", "split", "unsafe_split")
+            or not isinstance(source, Tensor)
+            or not source.dim()
+        ):
             return
         rows = source.size(given.get("dim", 0))
         ends = [given.get(key) for key in ("start", "end", "split_size")]
@@ -463,7 +470,8 @@ class RowTrace(Operators):
             counts = rows == self.sizes.edges and bool((out.cpu() == numbers).all())
             return PLACE + numbers if counts else mixed
         alike = call.name in UNIFORM or call.name in COPIES or call.pointwise
-        if not alike or call.name in MOVES or call.name in SCANS:
+        repeats = call.name == "repeat" and rows == call.given["repeats"][axis]  # of one row
+        if not (alike or repeats) or (call.name in MOVES and not repeats) or call.name in SCANS:
             return mixed
         return (base + numbers).view([-1 if k == axis else 1 for k in range(len(shape))])
 

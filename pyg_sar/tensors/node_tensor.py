@@ -528,7 +528,7 @@ def _as_in_one_process(
             settled &= func.is_view or one.is_contiguous()
     if settled:
         return out
-    found = told(func, args, kwargs, given[0].rows.comm)
+    found = told(func, args, kwargs, given[0].rows.comm, keep=True)
     if found is None:
         return out
     likes = iter(found)
@@ -573,7 +573,9 @@ def new_in_order(
     return new.permute(back)
 
 
-def told(func: Any, args: Any, kwargs: Any, comm: Any) -> list[Tensor] | None:
+def told(
+    func: Any, args: Any, kwargs: Any, comm: Any, keep: bool = False
+) -> Sequence[Tensor] | None:
     """Returns results of an operator without memory, or what it can't tell. See [Note: told].
 
     Args:
@@ -581,6 +583,7 @@ def told(func: Any, args: Any, kwargs: Any, comm: Any) -> list[Tensor] | None:
         args: Its arguments.
         kwargs: The same by name.
         comm: The workers; what was told before is kept here.
+        keep: The results are wanted; else only that there are some is kept.
 
     Raises:
         Exception: PyTorch's own, where it refuses the call in one process.
@@ -604,13 +607,14 @@ def told(func: Any, args: Any, kwargs: Any, comm: Any) -> list[Tensor] | None:
         else:
             key.append(kind)  # Of numbers with a fraction the kind decides.
     call = tuple(key)
-    found: tuple[list[Tensor] | None] | None = comm.told.get(call)
-    if found is None:
-        found = (_asked(func, args, kwargs),)
+    known = comm.told.get(call, ...)
+    if known is ... or (keep and known == ()):
+        known = _asked(func, args, kwargs)
         if len(comm.told) >= _MOST:
             comm.told.clear()
-        comm.told[call] = found
-    return found[0]
+        comm.told[call] = known if keep or known is None else ()
+    found: Sequence[Tensor] | None = known
+    return found
 
 
 def _asked(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:

@@ -209,7 +209,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._live:
             return
-        size = storage.nbytes() if counted else 0
+        size = storage.nbytes() if counted and not tensor.is_meta else 0
         self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), size
         self._add(size)
 

@@ -479,7 +479,8 @@ class MessagesBackward(Pass):
         for key, value in zip(graph.parameters, found[len(numbers) :], strict=True):
             if value is not None:
                 sums = self._sums
-                sums[key] = value if key not in sums else sums[key].add_(value)
+                # A sum's gradient is expanded: its numbers are one in memory.
+                sums[key] = sums[key].add_(value) if key in sums else value.contiguous()
 
     def _add_operand(self, number: int, tile: Tile, value: Tensor, total: Tensor) -> None:
         role = self._kernel.program.operands[number].role
