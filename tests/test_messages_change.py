@@ -230,3 +230,36 @@ def test_a_later_call_is_looked_at_again(name: str, graph: Data, root: Path) -> 
     for found in workers(worker, 2):
         for one, other in zip(found, expected, strict=True):
             assert error(one, other) <= 1e-10
+
+
+class Counter:
+    calls = 0
+
+
+class Counts(Layer):
+    """Its message counts its calls in an object."""
+
+    def __init__(self) -> None:
+        super().__init__("scales", "class")
+        self.counter = Counter()
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        self.counter.calls += 1
+        return x_i.tanh() * x_j * self.counter.calls
+
+
+def test_what_a_message_counts_in_an_object(graph: Data, root: Path) -> None:
+    """Looking at it counts nothing, and it runs once in a call."""
+
+    def losses(x: Tensor, edge_index: Any) -> list[float]:
+        torch.manual_seed(0)
+        layer: Any = Counts().double()
+        layer = layer if type(x) is Tensor else pyg_sar.distribute(layer)
+        return [float(layer(x, edge_index).detach().square().sum()) for _ in range(3)]
+
+    def worker() -> list[float]:
+        data = pyg_sar.load_partition(root)
+        return losses(data.x, data.edge_index)
+
+    expected = pytest.approx(losses(graph.x, graph.edge_index), rel=1e-10)
+    assert workers(worker, 2) == [expected] * 2

@@ -414,9 +414,9 @@ class Snapshot:
         self._attributes = [dict(module.__dict__) for _, module in self._modules]
         self._contents = [
             {
-                key: _copied(value)
+                key: copy.copy(value) if _is_record(value) else _copied(value)
                 for key, value in module.__dict__.items()
-                if isinstance(value, _CONTAINERS) and key not in _INTERNAL
+                if key not in _INTERNAL and (isinstance(value, _CONTAINERS) or _is_record(value))
             }
             for _, module in self._modules
         ]
@@ -448,7 +448,8 @@ class Snapshot:
                 old: Any = before.get(key)
                 if key in contents and value is before[key]:
                     if not _alike(value, contents[key]):
-                        yield prefix + key, contents[key], _copied(value)
+                        now = copy.copy(value) if _is_record(value) else _copied(value)
+                        yield prefix + key, contents[key], now
                 elif isinstance(value, Tensor):
                     if value is not old:
                         yield prefix + key, old, value
@@ -536,6 +537,10 @@ def _set(registry: dict[str, Any], name: str, value: Any) -> None:
 
 def _refill(container: Any, contents: Any) -> None:
     if _alike(container, contents):
+        return
+    if not isinstance(container, _CONTAINERS):  # An object.
+        vars(container).clear()
+        vars(container).update(vars(contents))
         return
     container.clear()
     if isinstance(container, list | deque):

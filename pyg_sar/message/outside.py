@@ -194,6 +194,8 @@ def state_of(value: Any, deep: int = _DEEP) -> Any:
         return type(value), value
     if isinstance(value, np.ndarray) and value.size <= _MANY:
         return value.dtype, value.tobytes()
+    if isinstance(value, Tensor) and type(value) is not Tensor:  # A stand-in refuses its shape.
+        return type(value)
     if isinstance(value, Tensor | np.ndarray):  # Not itself: a key would keep it.
         return type(value), value.dtype, tuple(value.shape)
     if deep == 0 or isinstance(value, _THEMSELVES):
