@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -299,3 +299,21 @@ def test_no_class_of_pyg_or_pytorch_is_taken_for_a_changed_one() -> None:
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             places = _places_of(kind).values()
             assert all(_is_as_made(*place) for place in places), name
+
+
+@pytest.mark.parametrize("kind", [gnn.GINConv, gnn.GATConv])
+def test_what_pyg_writes_for_a_later_layer_is_no_change(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyG writes these methods anew where a layer of the class is built: other functions."""
+    layer = kind(nn.Linear(4, 4)) if kind is gnn.GINConv else kind(4, 4)
+    assert changes_of(layer) == []
+    written = ("propagate", "collect", "edge_updater", "edge_collect")
+    present = [name for name in written if name in vars(kind)]
+    assert {"propagate", "collect"} <= set(present)
+    for name in present:
+        old = vars(kind)[name]
+        new = FunctionType(old.__code__, old.__globals__, name, old.__defaults__)
+        new.__kwdefaults__ = old.__kwdefaults__
+        monkeypatch.setattr(kind, name, new)
+    assert changes_of(layer) == []

@@ -214,7 +214,7 @@ _BY_CALLS = frozenset(
 )
 _COMPILED = frozenset(
     f"{how}{name}" for how in ("", "_orig_", "_jinja_") for name in ("propagate", "edge_updater")
-)
+) | {"collect", "edge_collect"}
 """Methods that PyG writes anew for each layer that is built."""
 _NOT_IN_CALLS = (
     *("__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "jittable"),
