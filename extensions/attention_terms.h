@@ -40,6 +40,7 @@ struct Terms {
   T kept;                            // the factor of what isn't dropped
   int64_t num_segments, num_edges, chunks;
   int64_t distance;                  // how many edges ahead rows are fetched
+  int64_t first_head = 0;            // of those that bits of drop_key tell of
 
   PYG_SAR_INLINE int64_t width() const { return heads * channels; }
   PYG_SAR_INLINE int64_t target(int64_t u) const { return targets == nullptr ? u : targets[u]; }

@@ -101,7 +101,7 @@ Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& so
                                 g.stride(0),
                                 x.size(1)};
     for_targets(dots.segments, [&](int64_t first, int64_t last) {
-      on_best<Row>([&](auto registers) PYG_SAR_INLINED {
+      on_best([&](auto registers) PYG_SAR_INLINED {
         dots.template go<decltype(registers)::kBytes>(first, last);
       });
     });

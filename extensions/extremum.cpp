@@ -13,9 +13,7 @@
 namespace pyg_sar {
 
 // See [Note: tiles] in gather_sum.h. Lanes in which two vectors overlap hold the same numbers.
-// Fewer where speed matters less.
-template <class Row>
-constexpr int kMostExtremumVectors = std::is_same_v<Row, float> ? 4 : 2;
+constexpr int kMostExtremumVectors = 4;
 
 // A vector that can be compared; compilers stumble over the comparison of vectors of one.
 template <class T, int kLanes>
@@ -153,7 +151,7 @@ void run_tile(const Tile& tile, int64_t first, int64_t last) {
   on_half([&](auto registers) PYG_SAR_INLINED {
     constexpr int kBytes = decltype(registers)::kBytes, kLanes = kFullLanes<Row>;
     constexpr int kPart = kLanes / 4;
-    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes, kMostExtremumVectors<Row>>(tile, first, last);
+    if (tile.width >= kLanes) return run_vectors<kBytes, kLanes, kMostExtremumVectors>(tile, first, last);
     if (tile.width >= kPart) return run_vectors<kBytes, kPart, 4>(tile, first, last);
     if constexpr (kPart > 1) run_vectors<kBytes, 1, kPart - 1>(tile, first, last);
   });
@@ -186,7 +184,7 @@ SegmentTensors narrow(const char* op, const Tensor& source, const Tensor& offset
 // Runs work(start, stop) for tiles of columns.
 template <class Row, class Work>
 void for_tiles(int64_t width, const Work& work) {
-  constexpr int64_t kMost = kFullLanes<Row> * kMostExtremumVectors<Row>;
+  constexpr int64_t kMost = kFullLanes<Row> * kMostExtremumVectors;
   for (int64_t start = 0; start < width; start += kMost) {
     work(start, std::min(start + kMost, width));
   }

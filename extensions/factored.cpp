@@ -250,8 +250,9 @@ bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
 }  // namespace
 
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state) {
-  const bool fits = t.width() >= kFull || t.width() == kFull / 2;
-  if (!fits || !is_factored(t) || t.num_edges < kEdgesPerRow * num_rows) return false;
+  const bool wide = t.width() >= kFull || t.width() == kFull / 2;
+  const bool fits = t.heads <= kMostHeads && t.width() <= kMostVectors * kFull;
+  if (!wide || !fits || !is_factored(t) || t.num_edges < kEdgesPerRow * num_rows) return false;
   if (t.heads > 4) return run_heads<8>(t, num_rows, state);
   if (t.heads > 2) return run_heads<4>(t, num_rows, state);
   return t.heads == 2 ? run_heads<2>(t, num_rows, state) : run_heads<1>(t, num_rows, state);

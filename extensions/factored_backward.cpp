@@ -1,303 +1,17 @@
-// Gradients by source row of additive scores without an exponential per edge. As in factored.cpp,
-//
-//   a_ij = max(A_i exp(k_j), B_i exp(slope k_j)),
-//   A_i = exp(q_i - m_i) / n_i,   B_i = exp(slope q_i - m_i) / n_i:
-//
-// once per call, each target gets a row of A, B, delta and q, and each segment exp(k), exp(slope k)
-// and k. No factor overflows: m_i is no less than the score of any edge to i, but for rounding, and
-// leaky(z) = max(z, slope z), so that q_i - m_i <= -k_j and slope q_i - m_i <= -slope k_j. Keys are
-// at most 12 in size, or this isn't done; n_i, which has such an edge's weight, is 4e-11 at least.
-// Rows of targets without an edge may hold anything: they are not read.
-//
-// Which product is larger says what the weight is, but not the slope: near 0 both may round to the
-// same. That is asked of the sign of k_j + q_i itself.
-//
-// Edges are taken in groups whose heads fill a register, [edge, head]: what is done per edge and
-// head is done once per group. A group's gradients of outputs are read from memory once, for their
-// inner products with the value; they are in the nearest cache when they are summed.
+// Gradients by source row of additive scores: which heads a pass takes, and in which version (factored_sources.h).
 
 #undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
 
-#include "factored.h"
-#include "factored_lanes.h"
+#include "factored_sources.h"
 
 #include <atomic>
+#include <bit>
+#include <vector>
 
 namespace pyg_sar::attention {
 
 #ifdef PYG_SAR_LEVELS
 namespace {
-
-constexpr int64_t kRows = 32;          // that are made at a time
-constexpr int64_t kLeastWidth = 8;     // of a row
-constexpr int kMostEach = 4;           // registers of a head
-constexpr int64_t kSegmentsAhead = 3;  // whose rows are fetched
-constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// How a head lies in registers: fills its own, or half of one, or leaves lanes of its last one.
-enum class Layout { kWhole, kHalf, kMasked };
-
-// Rows that are made once per call; of kHeads numbers per part.
-template <int kHeads>
-struct Factors {
-  static constexpr int kOfTarget = 4 * kHeads, kOfSource = 3 * kHeads;
-  static constexpr int kSize = kRows * kHeads;
-  const Terms<float>& t;
-  const SourceGradients& g;
-
-  PYG_SAR_INLINE_512 void copy(float* to, const float* from) const {
-    for (int64_t h = 0; h < t.heads; ++h) to[h] = from[h];
-  }
-  // Numbers of n rows, part by part.
-  template <class... Part>
-  static PYG_SAR_INLINE_512 void write(float* to, int64_t n, const Part*... part) {
-    for (int64_t r = 0; r < n; ++r) {
-      ((std::memcpy(to, part + r * kHeads, kHeads * sizeof(float)), to += kHeads), ...);
-    }
-  }
-
-  // out[i] = A, B, delta, query
-  PYG_SAR_INLINE_512 void of_targets(float* out, int64_t first, int64_t last) const {
-    float top[kSize] = {}, normal[kSize], delta[kSize] = {}, query[kSize] = {};
-    float large[kSize], small[kSize];
-    for (int64_t i = first; i < last; i += kRows) {
-      const int64_t n = std::min(kRows, last - i);
-      for (int64_t r = 0; r < n; ++r) {
-        copy(top + r * kHeads, g.maximum.row(i + r));
-        copy(normal + r * kHeads, g.normaliser.row(i + r));
-        copy(delta + r * kHeads, g.delta.row(i + r));
-        if (t.query.data != nullptr) copy(query + r * kHeads, t.query.row(i + r));
-      }
-#pragma omp simd
-      for (int64_t k = 0; k < n * kHeads; ++k) {
-        const float inverse = 1 / normal[k];
-        large[k] = exponential(query[k] - top[k]) * inverse;
-        small[k] = exponential(t.slope * query[k] - top[k]) * inverse;
-      }
-      write(out + i * kOfTarget, n, large, small, delta, query);
-    }
-  }
-
-  // out[u] = exp(key), exp(slope * key), key; whether all keys are small
-  PYG_SAR_INLINE_512 bool of_sources(float* out, int64_t first, int64_t last) const {
-    float key[kSize] = {}, large[kSize], small[kSize];
-    int beyond = 0;
-    for (int64_t u = first; u < last; u += kRows) {
-      const int64_t n = std::min(kRows, last - u);
-      for (int64_t r = 0; r < n; ++r) {
-        if (t.offsets[u + r] == t.offsets[u + r + 1]) continue;  // it may hold anything
-        copy(key + r * kHeads, t.key.row(t.place(t.target(u + r))));
-      }
-#pragma omp simd reduction(| : beyond)
-      for (int64_t k = 0; k < n * kHeads; ++k) {
-        beyond |= !(std::abs(key[k]) <= kLargestKey);
-        large[k] = exponential(key[k]);
-        small[k] = exponential(t.slope * key[k]);
-      }
-      write(out + u * kOfSource, n, large, small, key);
-    }
-    return beyond == 0;
-  }
-};
-
-// Rows of kHeads heads in kEach registers each.
-template <int kHeads, int kEach, Layout kLayout>
-struct FactoredSources {
-  static constexpr int kOfTarget = Factors<kHeads>::kOfTarget;
-  static constexpr bool kIsHalf = kLayout == Layout::kHalf;
-  static constexpr int kVectors = kIsHalf ? kHeads / 2 : kHeads * kEach;  // of a row
-  static constexpr int kProducts = kIsHalf ? kHeads / 2 : kHeads;         // of an edge
-  static constexpr int kEdges = kFull / kHeads;                           // of a group
-  static constexpr int64_t kAhead = kVectors <= 2 ? 48 : kVectors <= 4 ? 24 : 20;
-  Terms<float> t;
-  Matrix<const float> grad_out;
-  Matrix<float> grad_value, grad_key;
-  const float *targets, *sources;  // rows of factors
-  int64_t channels;
-  __mmask16 mask;     // of a head's last register
-  int64_t last_line;  // of a gradient's row, where it lies in one more than there are registers
-
-  // What a segment keeps.
-  struct Segment {
-    Lanes value[kVectors], sum[kVectors] = {};
-    Lanes large, small, key, grad_key = {};
-  };
-
-  PYG_SAR_INLINE_512 int64_t column(int v) const {
-    if constexpr (kLayout != Layout::kMasked) return v * kFull;
-    return v / kEach * channels + v % kEach * kFull;
-  }
-  static constexpr bool is_last(int v) { return v % kEach == kEach - 1; }
-
-  PYG_SAR_INLINE_512 Lanes read(const float* row, int v) const {
-    const float* from = row + column(v);
-    if (kLayout == Layout::kMasked && is_last(v)) return _mm512_maskz_loadu_ps(mask, from);
-    return repeated<kFull>(from);
-  }
-  PYG_SAR_INLINE_512 void write(float* row, int v, const Lanes& x) const {
-    float* to = row + column(v);
-    if (kLayout == Layout::kMasked && is_last(v)) return _mm512_mask_storeu_ps(to, mask, x);
-    std::memcpy(to, &x, sizeof(x));
-  }
-
-  PYG_SAR_INLINE_512 void operator()(int64_t chunk, float* queries) const {
-    const int64_t end = t.first_segment(chunk + 1);
-    Lanes products[kFull] = {};  // of a group
-    for (int64_t u = t.first_segment(chunk); u < end; ++u) {
-      fetch_segment(std::min(u + kSegmentsAhead, end - 1));
-      if (t.offsets[u] < t.offsets[u + 1]) add(products, queries, u);
-    }
-  }
-
-  PYG_SAR_INLINE_512 void fetch_segment(int64_t u) const {
-    const int64_t j = t.target(u);
-    const float *value = t.value.row(t.place(j)), *written = grad_value.row(j);
-    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(value + column(v));
-    if (written == nullptr) return;
-    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(written + column(v), 1);
-  }
-
-  // Of an edge, or of the last one behind it.
-  PYG_SAR_INLINE_512 int64_t target_of(int64_t e) const {
-    return t.source[e < t.num_edges ? e : t.num_edges - 1];
-  }
-  PYG_SAR_INLINE_512 const float* gradient_of(int64_t e) const {
-    return grad_out.data + t.source[e] * grad_out.stride;
-  }
-  PYG_SAR_INLINE_512 const float* factors_of(int64_t e) const {
-    return targets + target_of(e) * kOfTarget;
-  }
-
-  PYG_SAR_INLINE_512 void fetch_edge(float* queries, int64_t e) const {
-    const int64_t i = target_of(e);
-    const float *row = grad_out.data + i * grad_out.stride, *factors = targets + i * kOfTarget;
-    for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + column(v));
-    __builtin_prefetch(row + last_line);
-    __builtin_prefetch(factors);
-    if constexpr (kOfTarget > kFull) __builtin_prefetch(factors + kFull);
-    if (queries != nullptr) __builtin_prefetch(queries + i * kHeads, 1);
-    if (t.drop_key != nullptr) __builtin_prefetch(t.drop_key + t.number(std::min(e, t.num_edges - 1)));
-  }
-
-  PYG_SAR_INLINE_512 void add(Lanes* products, float* queries, int64_t u) const {
-    const int64_t j = t.target(u), stop = t.offsets[u + 1];
-    const float *value = t.value.row(t.place(j)), *own = sources + u * Factors<kHeads>::kOfSource;
-    Segment s;
-    PYG_SAR_UNROLLED
-    for (int v = 0; v < kVectors; ++v) s.value[v] = read(value, v);
-    s.large = repeated<kHeads>(own);
-    s.small = repeated<kHeads>(own + kHeads);
-    s.key = repeated<kHeads>(own + 2 * kHeads);
-    for (int64_t e = t.offsets[u]; e < stop; e += kEdges) {
-      add_group(products, s, queries, e, static_cast<int>(std::min<int64_t>(kEdges, stop - e)));
-    }
-    if (float* out = grad_value.row(j)) {
-      PYG_SAR_UNROLLED
-      for (int v = 0; v < kVectors; ++v) write(out, v, read(out, v) + s.sum[v]);
-    }
-    if (float* out = grad_key.row(j)) {
-      if constexpr (kHeads <= 1) s.grad_key += turned<1>(s.grad_key, kAllLanes);
-      if constexpr (kHeads <= 2) s.grad_key += turned<2>(s.grad_key, kAllLanes);
-      if constexpr (kHeads <= 4) s.grad_key += turned<4>(s.grad_key, kAllLanes);
-      s.grad_key += turned<8>(s.grad_key, kAllLanes);
-      float total[kFull];
-      std::memcpy(total, &s.grad_key, sizeof(total));
-      for (int h = 0; h < kHeads; ++h) out[h] += total[h];
-    }
-  }
-
-  // The n edges from e on.
-  PYG_SAR_INLINE_512 void add_group(Lanes* products, Segment& s, float* queries, int64_t e,
-                                    int n) const {
-    for (int i = 0; i < n; ++i) {
-      fetch_edge(queries, e + kAhead + i);
-      const float* row = gradient_of(e + i);
-      PYG_SAR_UNROLLED
-      for (int v = 0; v < kVectors; v += kEach) {
-        Lanes product = read(row, v) * s.value[v];
-        PYG_SAR_UNROLLED
-        for (int r = 1; r < kEach; ++r) product += read(row, v + r) * s.value[v + r];
-        products[i * kProducts + v / kEach] = product;
-      }
-    }
-    Lanes part[4];
-    gather(part, e);
-    Lanes inner = sums<kEdges * kProducts>(products);
-    if constexpr (kIsHalf) inner = in_pairs(inner, kAllLanes);
-    const Lanes x = part[0] * s.large, y = part[1] * s.small;
-    Lanes weight = x > y ? x : y, up = weight * (inner - part[2]);
-    if (t.drop_key != nullptr) {
-      const Lanes factor = kept_factors<kHeads>(t, e, n);
-      up = weight * (factor * inner - part[2]);
-      weight *= factor;
-    }
-    Lanes down = part[3] + s.key > 0.0f ? up : t.slope * up;
-    down = kLane < n * kHeads ? down : Lanes{};
-    s.grad_key += down;
-    if (queries != nullptr) scatter(down, queries, e, n);
-    if (grad_value.data != nullptr) accumulate(s, weight, e, n);
-  }
-
-  // The four parts of the group's targets; of a group with less edges, also of others.
-  PYG_SAR_INLINE_512 void gather(Lanes* part, int64_t e) const {
-    if constexpr (kHeads == 8) {
-      const float *a = factors_of(e), *b = factors_of(e + 1);
-      PYG_SAR_UNROLLED
-      for (int p = 0; p < 4; p += 2) {
-        const Lanes x = repeated<kFull>(a + p * 8), y = repeated<kFull>(b + p * 8);
-        part[p] = halves<0>(x, y, kAllLanes);
-        part[p + 1] = halves<8>(x, y, kAllLanes);
-      }
-    } else {
-      Lanes x[4];
-      PYG_SAR_UNROLLED
-      for (int r = 0; r < 4; ++r) {
-        float rows[kFull];
-        for (int i = 0; i < kEdges / 4; ++i) {
-          const float* row = factors_of(e + r * (kEdges / 4) + i);
-          std::memcpy(rows + i * kOfTarget, row, kOfTarget * sizeof(float));
-        }
-        std::memcpy(&x[r], rows, sizeof(rows));
-      }
-      const Lanes a = parts<kHeads, 0>(x[0], x[1], kAllLanes);
-      const Lanes b = parts<kHeads, 0>(x[2], x[3], kAllLanes);
-      const Lanes c = parts<kHeads, 2>(x[0], x[1], kAllLanes);
-      const Lanes d = parts<kHeads, 2>(x[2], x[3], kAllLanes);
-      part[0] = halves<0>(a, b, kAllLanes);
-      part[1] = halves<8>(a, b, kAllLanes);
-      part[2] = halves<0>(c, d, kAllLanes);
-      part[3] = halves<8>(c, d, kAllLanes);
-    }
-  }
-
-  PYG_SAR_INLINE_512 void scatter(const Lanes& down, float* queries, int64_t e, int n) const {
-    float by[kFull];
-    std::memcpy(by, &down, sizeof(by));
-    for (int i = 0; i < n; ++i) {
-      float* to = queries + static_cast<int64_t>(t.source[e + i]) * kHeads;
-      float x[kHeads];
-      std::memcpy(x, to, sizeof(x));
-      for (int h = 0; h < kHeads; ++h) x[h] += by[i * kHeads + h];
-      std::memcpy(to, x, sizeof(x));
-    }
-  }
-
-  PYG_SAR_INLINE_512 void accumulate(Segment& s, const Lanes& weight, int64_t e, int n) const {
-    float by[kFull];
-    std::memcpy(by, &weight, sizeof(by));
-    for (int i = 0; i < n; ++i) {
-      const float* row = gradient_of(e + i);
-      PYG_SAR_UNROLLED
-      for (int v = 0; v < kVectors; ++v) {
-        if constexpr (kIsHalf) {
-          s.sum[v] += read(row, v) * picked(weight, i * kHeads + 2 * v + kLane / 8);
-        } else {
-          s.sum[v] += read(row, v) * by[i * kHeads + v / kEach];
-        }
-      }
-    }
-  }
-};
 
 // By value: what is a copy of its own needn't be read again after each write.
 template <class Pass>
@@ -317,69 +31,116 @@ PYG_SAR_512 bool on_sources(const Factors<kHeads>& factors, float* out, int64_t 
   return factors.of_sources(out, first, last);
 }
 
+// Some heads of all: what they read and add to, and the rows of their sources.
+struct Heads {
+  Terms<float> t;
+  SourceGradients g;
+  int64_t first;
+  Tensor sources{};
+};
+
+template <class T>
+Matrix<T> columns_from(const Matrix<T>& x, int64_t first) {
+  return x.data == nullptr ? x : Matrix<T>{x.data + first, x.stride};
+}
+
+// The heads from the first one on that have a version.
+Heads heads_from(Terms<float> t, const SourceGradients& g, int64_t first) {
+  const int64_t each = (t.channels + kFull - 1) / kFull, column = first * t.channels;
+  const int64_t most = t.channels == kFull / 2 ? kMostHeads : kMostVectors / each;
+  t.heads = std::bit_floor(static_cast<uint64_t>(std::min(most, t.heads - first)));
+  t.first_head = first;
+  t.value = columns_from(t.value, column);
+  t.key = columns_from(t.key, first);
+  t.query = columns_from(t.query, first);
+  return {t,
+          {columns_from(g.grad_out, column), columns_from(g.maximum, first),
+           columns_from(g.normaliser, first), columns_from(g.delta, first),
+           columns_from(g.grad_value, column), columns_from(g.grad_key, first), g.grad_query},
+          first};
+}
+
 template <int kHeads, int kEach, Layout kLayout>
-void run(const Terms<float>& t, const SourceGradients& g, const float* targets,
-         const float* sources) {
-  const int64_t spare = kFull * kEach - t.channels, width = t.width();
+void run(const Heads& heads, int64_t all_heads, const float* targets) {
+  const Terms<float>& t = heads.t;
+  const SourceGradients& g = heads.g;
+  const auto mask = [&](int v) {
+    const int64_t lanes = std::clamp<int64_t>(t.channels - v * kFull, 0, kFull);
+    return static_cast<__mmask16>((1u << lanes) - 1);
+  };
+  const int64_t width = t.width();
   const bool crosses = crosses_lines(g.grad_out.data, g.grad_out.stride, width);
-  const auto mask = static_cast<__mmask16>(0xFFFF >> std::max<int64_t>(spare, 0));
   const FactoredSources<kHeads, kEach, kLayout> pass{
-      t,       g.grad_out, g.grad_value, g.grad_key, targets,
-      sources, t.channels, mask,         crosses ? width - 1 : 0};
+      t, g.grad_out, g.grad_value, g.grad_key, targets, heads.sources.const_data_ptr<float>(),
+      t.channels, all_heads, {mask(kEach - 2), mask(kEach - 1)}, crosses ? width - 1 : 0};
   for_runs(t.chunks, 1, [&](int64_t chunk, int64_t) {
-    on_chunk(pass, chunk, g.grad_query.empty() ? nullptr : g.grad_query[chunk]);
+    on_chunk(pass, chunk, g.grad_query.empty() ? nullptr : g.grad_query[chunk] + heads.first);
   });
 }
 
-// Rows of more than kMostEach registers a head: one head's alone, if they are whole.
+// A head of more than four registers has six or eight.
 template <int kHeads, int kEach = 1, class... Others>
-void run_width(const Terms<float>& t, const Others&... others) {
-  if constexpr (kHeads * kEach <= kMostVectors && kEach <= kMostEach) {
-    if (t.channels > kEach * kFull) return run_width<kHeads, kEach + 1>(t, others...);
-    if (t.channels == kEach * kFull) return run<kHeads, kEach, Layout::kWhole>(t, others...);
-    if constexpr (kHeads > 1 && kEach == 1) {
-      if (t.channels == kFull / 2) return run<kHeads, 1, Layout::kHalf>(t, others...);
-    }
-    run<kHeads, kEach, Layout::kMasked>(t, others...);
-  } else if constexpr (kHeads == 1) {
-    run<1, kMostVectors, Layout::kWhole>(t, others...);
+void run_width(const Heads& heads, const Others&... others) {
+  const int64_t channels = heads.t.channels;
+  if constexpr (constexpr int kMore = kEach < 4 ? kEach + 1 : kEach + 2; kHeads * kMore <= kMostVectors) {
+    if (channels > kEach * kFull) return run_width<kHeads, kMore>(heads, others...);
   }
+  if constexpr (kEach <= 4) {
+    if (channels == kEach * kFull) return run<kHeads, kEach, Layout::kWhole>(heads, others...);
+  }
+  if constexpr (kHeads > 1 && kEach == 1) {
+    if (channels == kFull / 2) return run<kHeads, 1, Layout::kHalf>(heads, others...);
+  }
+  run<kHeads, kEach, Layout::kMasked>(heads, others...);
+}
+
+// Makes rows of the sources of some heads; says whether all keys are small.
+template <int kHeads>
+bool make_sources(Heads& heads) {
+  const int64_t size = heads.t.num_segments;
+  heads.sources = empty({size, Factors<kHeads>::kOfSource}, kFloat);
+  float* sources = heads.sources.mutable_data_ptr<float>();
+  std::atomic<bool> small{true};
+  for_runs(size, kRowsPerTask, [&](int64_t first, int64_t last) {
+    if (!on_sources(Factors<kHeads>{heads.t, heads.g}, sources, first, last)) small = false;
+  });
+  return small;
 }
 
 template <int kHeads>
-bool run_heads(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
-  using Made = Factors<kHeads>;
-  const Made factors{t, g};
-  const Tensor of_sources = empty({t.num_segments, Made::kOfSource}, kFloat);
-  std::atomic<bool> small{true};
-  float* sources = of_sources.mutable_data_ptr<float>();
-  for_runs(t.num_segments, kRowsPerTask, [&](int64_t first, int64_t last) {
-    if (!on_sources(factors, sources, first, last)) small = false;
-  });
-  if (!small) return false;
-  const Tensor of_targets = empty({num_targets, Made::kOfTarget}, kFloat);
+void run_heads(const Heads& heads, int64_t all_heads, int64_t num_targets) {
+  const Tensor of_targets = empty({num_targets, Factors<kHeads>::kOfTarget}, kFloat);
   float* targets = of_targets.mutable_data_ptr<float>();
   for_runs(num_targets, kRowsPerTask, [&](int64_t first, int64_t last) {
-    on_targets(factors, targets, first, last);
+    on_targets(Factors<kHeads>{heads.t, heads.g}, targets, first, last);
   });
-  run_width<kHeads>(t, g, targets, sources);
-  return true;
+  run_width<kHeads>(heads, all_heads, targets);
+}
+
+template <class Work>
+auto with_number(int64_t heads, const Work& work) {
+  switch (heads) {
+    case 1: return work.template operator()<1>();
+    case 2: return work.template operator()<2>();
+    case 4: return work.template operator()<4>();
+    default: return work.template operator()<8>();
+  }
 }
 
 }  // namespace
 
 bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
-  const int64_t each = (t.channels + kFull - 1) / kFull;
-  if (!is_factored(t) || t.width() < kLeastWidth) return false;
-  if (t.channels != kFull / 2 && t.heads * each > kMostVectors) return false;
-  if (each > kMostEach && t.channels != kMostVectors * kFull) return false;
-  switch (t.heads) {  // Of others there are few: each takes long to compile.
-    case 1: return run_heads<1>(t, num_targets, g);
-    case 2: return run_heads<2>(t, num_targets, g);
-    case 4: return run_heads<4>(t, num_targets, g);
-    case 8: return run_heads<8>(t, num_targets, g);
-    default: return false;
+  if (!is_factored(t) || t.width() < kLeastWidth || t.channels > kMostVectors * kFull) return false;
+  std::vector<Heads> all;
+  for (int64_t first = 0; first < t.heads; first += all.back().t.heads) {
+    all.push_back(heads_from(t, g, first));
+    Heads& some = all.back();
+    if (!with_number(some.t.heads, [&]<int kHeads>() { return make_sources<kHeads>(some); })) return false;
   }
+  for (const Heads& some : all) {
+    with_number(some.t.heads, [&]<int kHeads>() { run_heads<kHeads>(some, t.heads, num_targets); });
+  }
+  return true;
 }
 #else
 bool add_factored_sources(const Terms<float>&, int64_t, const SourceGradients&) { return false; }

@@ -29,14 +29,13 @@ constexpr auto kAllLanes = std::make_integer_sequence<int, kFull>{};
 inline bool is_factored(const Terms<float>& t) {
   const bool bits = t.drop_key == nullptr || t.drop_words == 1;
   const bool plain = t.features == 0 && bits && t.slope >= 0 && t.slope <= 1;
-  return plain && t.heads <= kMostHeads && t.width() <= kMostVectors * kFull &&
-         __builtin_cpu_supports("avx512f");
+  return plain && __builtin_cpu_supports("avx512f");
 }
 
-// Which of kHeads heads of an edge are not dropped, a bit each.
+// Which of kHeads heads of an edge, from the first one on, are not dropped, a bit each.
 template <int kHeads>
 PYG_SAR_INLINE_512 uint32_t kept_heads(const Terms<float>& t, int64_t e) {
-  return static_cast<uint32_t>(t.drop_key[t.number(e)]) & ((1u << kHeads) - 1);
+  return static_cast<uint32_t>(t.drop_key[t.number(e)]) >> t.first_head & ((1u << kHeads) - 1);
 }
 
 // kCount numbers, over and over.

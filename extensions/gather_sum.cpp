@@ -6,7 +6,6 @@
 
 #include "gather_sum.h"
 
-
 #include <algorithm>
 #include <type_traits>
 

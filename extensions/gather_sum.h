@@ -19,9 +19,9 @@ namespace pyg_sar {
 
 constexpr int64_t kTargetsAhead = 3;
 
-// Fewer where speed matters less: each width is compiled for each kind of processor.
+// Fewer of half precision, whose sums are wider: each width is compiled for each kind of processor.
 template <class Row>
-constexpr int kMostVectors = std::is_same_v<Row, float> ? 8 : 4;
+constexpr int kMostVectors = std::is_same_v<Row, Wide<Row>> ? 8 : 4;
 
 template <class Row>
 struct SumTile {
@@ -148,7 +148,7 @@ struct SumTile {
 
 template <class Row>
 void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) {
-  on_best<Row>([&](auto registers) PYG_SAR_INLINED {
+  on_best([&](auto registers) PYG_SAR_INLINED {
     tile.template go<decltype(registers)::kBytes>(first, last);
   });
 }

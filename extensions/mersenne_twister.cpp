@@ -128,7 +128,7 @@ std::tuple<Tensor, Tensor> bernoulli_rows_cpu(const Tensor& state, const Tensor&
   Values values(saved, static_cast<uint64_t>(std::ceil(std::ldexp(p, 53))));
   const int64_t rows = dense.numel(), *id = dense.const_data_ptr<int64_t>();
   bool* to = out.mutable_data_ptr<bool>();
-  on_best<int64_t>([&](auto) PYG_SAR_INLINED {
+  on_best([&](auto) PYG_SAR_INLINED {
     int64_t row = 0, last = 0;  // the next that is not drawn, and where the one before it went
     for (int64_t n = 0; n < rows; ++n) {
       if (places != nullptr && n + kAhead < rows) {

@@ -67,7 +67,7 @@ void add_moments(const Rows<Row>& x, int64_t begin, int64_t end, double* mean, d
   using Acc = Wide<Row>;
   std::vector<Acc> scratch(3 * x.width);
   Acc *centre = scratch.data(), *left = centre + x.width, *square = left + x.width;
-  on_best<Row>([&](auto) PYG_SAR_INLINED {
+  on_best([&](auto) PYG_SAR_INLINED {
     for (int64_t at = begin; at < end; at += kRows) {
       const int64_t stop = std::min(at + kRows, end);
       const double count = static_cast<double>(at - begin), more = static_cast<double>(stop - at);
@@ -105,7 +105,7 @@ void add_products(const Rows<Row>& gradient, const Rows<Row>& x, const Wide<Row>
   const int64_t width = x.width;
   std::vector<Acc> scratch(2 * width);
   Acc *sum = scratch.data(), *scaled = sum + width;
-  on_best<Row>([&](auto) PYG_SAR_INLINED {
+  on_best([&](auto) PYG_SAR_INLINED {
     for (int64_t at = begin; at < end; at += kRows) {
       std::fill(sum, sum + 2 * width, Acc(0));
       for (int64_t i = at; i < std::min(at + kRows, end); ++i) {
@@ -208,7 +208,7 @@ Tensor scale_rows_cpu(const Tensor& given, const Tensor& shift, const Tensor& sc
     const int64_t width = from.width;
     const bool adds = gradient.has_value();
     parallel_for(0, from.count, grain(width), [&](int64_t begin, int64_t end) {
-      on_best<Row>([&](auto) PYG_SAR_INLINED {
+      on_best([&](auto) PYG_SAR_INLINED {
         for (int64_t i = begin; i < end; ++i) {
           const Row *in = from[i], *with = of[i];
           Row* result = to + i * width;

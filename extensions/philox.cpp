@@ -83,7 +83,7 @@ Tensor philox_rows_cpu(const Tensor& ids, int64_t width, int64_t low, int64_t hi
   int64_t* to = out.mutable_data_ptr<int64_t>();
   const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(words, 1), 1);
   parallel_for(0, ids.numel(), grain, [&](int64_t first, int64_t last) {
-    on_best<int64_t>([&](auto) PYG_SAR_INLINED {
+    on_best([&](auto) PYG_SAR_INLINED {
       fill(to, id, first, last, words, static_cast<uint32_t>(low), static_cast<uint32_t>(high));
     });
   });

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #define PYG_SAR_INLINED __attribute__((always_inline))  // of a lambda
 #define PYG_SAR_INLINE inline PYG_SAR_INLINED
@@ -63,14 +62,11 @@ auto on_half(const Work& work) {
 #endif
 }
 
-// The same in the version for the processor. Loops over float64 have none for AVX-512, as they wait for
-// memory most of the time.
-template <class Number, class Work>
+// The same in the version for the processor.
+template <class Work>
 auto on_best(const Work& work) {
 #ifdef PYG_SAR_LEVELS
-  if constexpr (!std::is_same_v<Number, double>) {
-    if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
-  }
+  if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
 #endif
   return on_half(work);
 }

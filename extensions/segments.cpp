@@ -13,7 +13,7 @@ namespace pyg_sar {
 // Without branches, so that they are vectorised.
 template <class Index>
 bool within(const Index* x, int64_t size, int64_t bound) {
-  return on_best<Index>([=](auto) PYG_SAR_INLINED {
+  return on_best([=](auto) PYG_SAR_INLINED {
     Index low = 0, high = -1;
     for (int64_t k = 0; k < size; ++k) {
       low = x[k] < low ? x[k] : low;
@@ -25,7 +25,7 @@ bool within(const Index* x, int64_t size, int64_t bound) {
 
 template <class Index>
 bool ascends(const Index* x, int64_t size, bool strictly) {
-  return on_best<Index>([=](auto) PYG_SAR_INLINED {
+  return on_best([=](auto) PYG_SAR_INLINED {
     bool falls = false, stays = false;
     for (int64_t k = 1; k < size; ++k) {
       falls |= x[k] < x[k - 1];

@@ -1,4 +1,4 @@
-// Columns are taken in tiles of at most kMostVectors registers. The sums of a tile stay in registers over a
+// Columns are taken in tiles of at most kVectors registers. The sums of a tile stay in registers over a
 // block's edges, as those of a target do in gather_sum.h; a vector belongs to one head. Heads of one,
 // two, four or eight whole vectors share a tile. The last vector of another head begins where a whole
 // one fits, so that it overlaps the one before it; what that has added is left out at the end.
@@ -12,13 +12,10 @@
 namespace pyg_sar::attention {
 namespace {
 
-// Of a tile; fewer where speed matters less, as in gather_sum.h.
-template <class T>
-constexpr int kMostVectors = sizeof(T) == sizeof(float) ? 8 : 4;
+constexpr int kVectors = 8;  // of a tile
 
 template <class T, int kRegister>  // bytes of a register
 struct Weighted {
-  static constexpr int kVectors = kMostVectors<T>;
   Rows<T> rows;
   T* acc;
   const T* w;
@@ -110,14 +107,10 @@ struct Weighted {
       case 2: return tile<kLanes, 1, 2>(head, column, tail);
       case 3: return tile<kLanes, 1, 3>(head, column, tail);
       case 4: return tile<kLanes, 1, 4>(head, column, tail);
-    }
-    if constexpr (kVectors > 4) {
-      switch ((left + kLanes - 1) / kLanes) {
-        case 5: return tile<kLanes, 1, 5>(head, column, tail);
-        case 6: return tile<kLanes, 1, 6>(head, column, tail);
-        case 7: return tile<kLanes, 1, 7>(head, column, tail);
-        default: return tile<kLanes, 1, 8>(head, column, tail);
-      }
+      case 5: return tile<kLanes, 1, 5>(head, column, tail);
+      case 6: return tile<kLanes, 1, 6>(head, column, tail);
+      case 7: return tile<kLanes, 1, 7>(head, column, tail);
+      default: return tile<kLanes, 1, 8>(head, column, tail);
     }
   }
 
@@ -218,7 +211,7 @@ __attribute__((target("avx512f"))) bool side_by_side(float* acc, const float* w,
 
 template <class T>
 void add_weighted(T* acc, const T* w, const Rows<T>& rows, bool fetches) {
-  on_best<T>([&](auto registers) PYG_SAR_INLINED {
+  on_best([&](auto registers) PYG_SAR_INLINED {
     Weighted<T, decltype(registers)::kBytes>{rows, acc, w, fetches}();
   });
 }

@@ -86,18 +86,25 @@ def scores(key: Tensor, query: Tensor, heads: int, slope: float) -> Problem:
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("heads", range(1, 9))
+@pytest.mark.parametrize("heads", [*range(1, 9), 11, 32])
 def test_all_heads_and_widths(heads: int, native: bool):
-    """Segments from none to more edges than several groups; rows in buffers of several strides."""
-    for channels in (1, 3, 8, 10, 16, 25, 32, 47, 64, 100, 128):
-        if not 8 <= heads * channels <= 128:
+    """Segments from none to more edges than several groups; rows in buffers of several strides.
+
+    Of the edges, half are dropped where there are many: a bit for each head.
+    """
+    for channels in (1, 3, 8, 10, 16, 25, 32, 47, 64, 70, 97, 128, 129):
+        if heads * channels < 8 or heads > 8 and channels > 64:
             continue
         for edges, sources, targets, spare in ((1, 3, 2, 0), (90, 30, 9, 3), (400, 12, 25, 16)):
             given = problem(
                 "additive", heads, channels, 0, 0.0, torch.float32, edges, sources, targets
             )
-            ((_, forward, backward),) = shards_of(given, 1)
             a = given.attention
+            if edges > 90:
+                bits = torch.randint(-(2**31), 2**31, (edges, 1), dtype=torch.int32)
+                a = replace(a, drop_key=bits, p=0.5)
+            given = replace(given, attention=a)
+            ((_, forward, backward),) = shards_of(given, 1)
             assert a.key is not None
             value, key = packed(a.value, a.key, spare)
             attention = replace(a, value=value, key=key)
@@ -166,14 +173,17 @@ def test_scores_of_zero_and_near_it(heads: int, native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 def test_keys_of_all_sizes(native: bool):
-    """Those that have no factors, too: one in the last row that is looked at."""
+    """Those that have no factors, too: one in the last row, and of the last head, that is looked at."""
     for most in (11.9, 12.1, 60.0, 300.0):
         for sign in (1, -1):
             key = torch.linspace(-1, 1, 40)
             key[-1] = sign * most
             for scale in (1.0, 90.0):
-                given = scores(key, torch.linspace(-scale, scale, 9), 4, 0.2)
-                check(computed(given, native), given)
+                for heads in (4, 11):
+                    given = scores(key, torch.linspace(-scale, scale, 9), heads, 0.2)
+                    assert given.attention.key is not None
+                    given.attention.key[-1, :-1] = 1.0
+                    check(computed(given, native), given)
 
 
 @pytest.mark.parametrize("native", BOTH)
