@@ -19,6 +19,7 @@ struct Matrix {
   int64_t stride = 0;
 
   PYG_SAR_INLINE T* row(int64_t i) const { return data == nullptr ? nullptr : data + i * stride; }
+  Matrix columns_from(int64_t first) const { return {data == nullptr ? data : data + first, stride}; }
 };
 
 // What all passes read.
@@ -51,6 +52,16 @@ struct Terms {
   PYG_SAR_INLINE const T* attr(int64_t e) const { return edge_attr.row(number(e)); }
   int64_t first_segment(int64_t chunk) const {
     return first_of_run(offsets, num_segments, chunk, chunks);
+  }
+  // Of `count` heads from `first` on alone; scores that have a number per head.
+  Terms of_heads(int64_t first, int64_t count) const {
+    Terms some = *this;
+    some.heads = count;
+    some.first_head = first;
+    some.value = value.columns_from(first * channels);
+    some.key = key.columns_from(first);
+    some.query = query.columns_from(first);
+    return some;
   }
   int64_t block() const {
     const int64_t fit = kBlockBytes / (width() * static_cast<int64_t>(sizeof(T)) + 1);

@@ -39,24 +39,15 @@ struct Heads {
   Tensor sources{};
 };
 
-template <class T>
-Matrix<T> columns_from(const Matrix<T>& x, int64_t first) {
-  return x.data == nullptr ? x : Matrix<T>{x.data + first, x.stride};
-}
-
 // The heads from the first one on that have a version.
-Heads heads_from(Terms<float> t, const SourceGradients& g, int64_t first) {
+Heads heads_from(const Terms<float>& t, const SourceGradients& g, int64_t first) {
   const int64_t each = (t.channels + kFull - 1) / kFull, column = first * t.channels;
   const int64_t most = t.channels == kFull / 2 ? kMostHeads : kMostVectors / each;
-  t.heads = std::bit_floor(static_cast<uint64_t>(std::min(most, t.heads - first)));
-  t.first_head = first;
-  t.value = columns_from(t.value, column);
-  t.key = columns_from(t.key, first);
-  t.query = columns_from(t.query, first);
-  return {t,
-          {columns_from(g.grad_out, column), columns_from(g.maximum, first),
-           columns_from(g.normaliser, first), columns_from(g.delta, first),
-           columns_from(g.grad_value, column), columns_from(g.grad_key, first), g.grad_query},
+  const auto count = std::bit_floor(static_cast<uint64_t>(std::min(most, t.heads - first)));
+  return {t.of_heads(first, static_cast<int64_t>(count)),
+          {g.grad_out.columns_from(column), g.maximum.columns_from(first),
+           g.normaliser.columns_from(first), g.delta.columns_from(first),
+           g.grad_value.columns_from(column), g.grad_key.columns_from(first), g.grad_query},
           first};
 }
 
@@ -117,16 +108,6 @@ void run_heads(const Heads& heads, int64_t all_heads, int64_t num_targets) {
   run_width<kHeads>(heads, all_heads, targets);
 }
 
-template <class Work>
-auto with_number(int64_t heads, const Work& work) {
-  switch (heads) {
-    case 1: return work.template operator()<1>();
-    case 2: return work.template operator()<2>();
-    case 4: return work.template operator()<4>();
-    default: return work.template operator()<8>();
-  }
-}
-
 }  // namespace
 
 bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const SourceGradients& g) {
@@ -135,10 +116,10 @@ bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const Sour
   for (int64_t first = 0; first < t.heads; first += all.back().t.heads) {
     all.push_back(heads_from(t, g, first));
     Heads& some = all.back();
-    if (!with_number(some.t.heads, [&]<int kHeads>() { return make_sources<kHeads>(some); })) return false;
+    if (!with_version(some.t.heads, [&]<int kHeads>() { return make_sources<kHeads>(some); })) return false;
   }
   for (const Heads& some : all) {
-    with_number(some.t.heads, [&]<int kHeads>() { run_heads<kHeads>(some, t.heads, num_targets); });
+    with_version(some.t.heads, [&]<int kHeads>() { run_heads<kHeads>(some, t.heads, num_targets); });
   }
   return true;
 }

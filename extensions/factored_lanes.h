@@ -32,6 +32,14 @@ inline bool is_factored(const Terms<float>& t) {
   return plain && __builtin_cpu_supports("avx512f");
 }
 
+// Returns work<kHeads>() of the least version for so many heads.
+template <class Work>
+auto with_version(int64_t heads, const Work& work) {
+  if (heads > 4) return work.template operator()<8>();
+  if (heads > 2) return work.template operator()<4>();
+  return heads == 2 ? work.template operator()<2>() : work.template operator()<1>();
+}
+
 // Which of kHeads heads of an edge, from the first one on, are not dropped, a bit each.
 template <int kHeads>
 PYG_SAR_INLINE_512 uint32_t kept_heads(const Terms<float>& t, int64_t e) {
