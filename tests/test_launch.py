@@ -53,6 +53,18 @@ def exists(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def run_script(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script that sees the package of ``light``."""
+    path = os.pathsep.join([str(folder / "light"), *sys.path])
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
 def test_results_and_surroundings(light, monkeypatch):
     """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -189,16 +201,26 @@ def test_a_script_without_main_guard(light, tmp_path):
         "(result,) = launch(work, 1, Pair(2))\n"
         "print(type(result) is Pair, result.a)\n"
     )
-    path = os.pathsep.join([str(tmp_path / "light"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_script(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True 7\n"
+
+
+def test_a_module_that_starts_workers_when_it_is_imported(light, tmp_path):
+    """Its worker imports it for the function, and must not start workers that import it."""
+    (tmp_path / "job.py").write_text(
+        "from pyg_sar.comm.launch import launch\n"
+        "print('imported', flush=True)\n"
+        "def work(): return 7\n"
+        "launch(work, 1)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text("import job\n")
+    done = run_script(script, tmp_path)
+    assert done.stdout == "imported\nimported\n"
+    assert done.returncode == 1
+    assert "RuntimeError: launch() was called while a worker imports" in done.stderr
+    assert "under 'if __name__ == \"__main__\":'" in done.stderr
 
 
 def test_result_that_cannot_travel():

@@ -49,6 +49,7 @@ CASCADE = 5.0  # Seconds to wait for the cause when the first error names anothe
 SETTLE = 0.3  # Seconds to wait for a killed worker behind an error that names nobody.
 GOODBYE = 60.0  # Seconds a worker may take to end once it has delivered its result.
 FAREWELL = 1.0  # Seconds between SIGTERM and SIGKILL.
+STARTING = "PYG_SAR_WORKER_STARTS"  # In the environment of a worker that imports its function.
 
 
 def launch(
@@ -116,7 +117,14 @@ def launch(
         WorkerError: When a worker raised: the first one, with its rank and traceback. All others
             are ended before.
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
+        RuntimeError: When a worker calls this while it imports the module of its function.
     """
+    if STARTING in os.environ:
+        raise RuntimeError(
+            "launch() was called while a worker imports the module that holds its function: each "
+            "worker would start workers. Call what starts workers (launch(), infer(), verify()) "
+            "in a function, or under 'if __name__ == \"__main__\":'"
+        )
     _check(fn, num_workers, threads_per_worker, env)
     check_init(backend, timeout, replicas)
     check_replicas(replicas or 1, num_workers, backend, who=" of launch()")
@@ -437,7 +445,10 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        task, backend, timeout, hosting, replicas, state = cloudpickle.loads(pipe.recv_bytes())
+        work = pipe.recv_bytes()
+        threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+        os.environ[STARTING] = "1"
+        task, backend, timeout, hosting, replicas, state = cloudpickle.loads(work)
         if hosting is None:
             fn, args = cloudpickle.loads(task)
         # What is imported by now stays: going through it time and again takes a second.
@@ -445,8 +456,8 @@ def _worker_main(descriptor: int) -> None:
         gc.enable()
         if hosting is not None:
             cloudpickle.loads(task)  # What modules set when they are imported is set for all parts.
+        del os.environ[STARTING]
         state.restore(ProcessState(state.device))
-        threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
         comm = join(backend, timeout, device, hosting is not None, replicas)
         result = fn(*args) if hosting is None else host_parts(_packed, (task,), hosting, comm)
