@@ -93,7 +93,7 @@ def test_all_heads_and_widths(heads: int, native: bool):
     Of the edges, half are dropped where there are many: a bit for each head.
     """
     for channels in (1, 3, 8, 10, 16, 25, 32, 47, 64, 70, 97, 128, 129):
-        if heads * channels < 8 or heads > 8 and channels > 64:
+        if heads * channels < 8 or (heads > 8 and channels > 64):
             continue
         for edges, sources, targets, spare in ((1, 3, 2, 0), (90, 30, 9, 3), (400, 12, 25, 16)):
             given = problem(
@@ -173,7 +173,7 @@ def test_scores_of_zero_and_near_it(heads: int, native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 def test_keys_of_all_sizes(native: bool):
-    """Those that have no factors, too: one in the last row, and of the last head, that is looked at."""
+    """Those that have no factors, too: one in the last row, of the last head."""
     for most in (11.9, 12.1, 60.0, 300.0):
         for sign in (1, -1):
             key = torch.linspace(-1, 1, 40)
