@@ -96,7 +96,7 @@ def _cost(
     """Counts the rows that a plan reads, without making one."""
     lists = [needs[part] for part in order]
     never, total = len(lists), 0
-    following, opening = next_uses(lists, num_rows, adjacent=False)
+    following, opening = next_uses(lists, num_rows)
     held = opening if published_stay else np.full(num_rows, never, np.int32)
     _drop(held, never, capacity)
     for rows, uses in zip(lists, following, strict=True):

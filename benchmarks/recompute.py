@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.comm.communicator import LocalCommunicator
-from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.host import Host, Hosting
 from pyg_sar.comm.hosting import host_parts
 from pyg_sar.ledger import peak_memory, reset_peak_memory
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
@@ -99,17 +99,18 @@ def measure(root: str, kind: str, dropout: float, way: str, epochs: int) -> tupl
     return start, peak_memory(CPU), each, loss.item()
 
 
-def hosted(hosting: Hosting, *given: Any) -> list[Any]:
-    """All parts' results in this process."""
+def hosted(hosting: Hosting, bits: bool, *given: Any) -> list[Any]:
+    """All parts' results in this process, where ReLU and dropout save bits, or tensors."""
+    if not bits:
+        Host.saving = lambda _: nullcontext()  # type: ignore[assignment,method-assign]
     return host_parts(measure, given, hosting, LocalCommunicator(CPU))
 
 
 def row(root: str, args: argparse.Namespace, kind: str, way: str, limit: int | None) -> Any:
     """Trains in a fresh process: the peak; seconds, processor's seconds, bytes; the loss."""
     store = None if limit is None else str(args.store)
-    hosting = Hosting(PARTS, limit, store, saved="bits" if way == "bits" else "whole")
-    given = root, kind, args.dropout, way, args.epochs
-    found = pyg_sar.launch(hosted, 1, hosting, *given, threads_per_worker=1)[0]
+    given = Hosting(PARTS, limit, store), way == "bits", root, kind, args.dropout, way, args.epochs
+    found = pyg_sar.launch(hosted, 1, *given, threads_per_worker=1)[0]
     return max(most for _, most, *_ in found) - found[0][0], *found[-1][2:]
 
 

@@ -108,7 +108,7 @@ def buffer_loads(lists: Sequence[Rows], nodes: int, buffer: int) -> int:
     """The fewest loads when a turn's rows are in the buffer, all at once."""
     never, total = len(lists), 0
     held = np.full(nodes, never, np.int32)
-    following, _ = next_uses(lists, nodes, adjacent=False)
+    following, _ = next_uses(lists, nodes)
     for turn, (rows, uses) in enumerate(zip(lists, following, strict=True)):
         total += int(np.count_nonzero(held[rows] == never))
         held[rows] = uses
@@ -136,15 +136,15 @@ def hongtu_row(graph: Problem) -> tuple[Any, ...]:
 
 
 def cache_row(graph: Problem) -> tuple[Any, ...]:
-    def rows(times: float, stay: bool, keep: Any = "belady") -> float:
-        plan = plan_rows(graph.needs, graph.first, int(times * graph.largest), None, stay, keep)
+    def rows(times: float, stay: bool) -> float:
+        plan = plan_rows(graph.needs, graph.first, int(times * graph.largest), None, stay)
         check_plan(plan, graph.needs)
         return loads(plan).rows / graph.nodes
 
     total = sum(rows.size for rows in graph.needs) / graph.nodes
     values = (
         total,
-        rows(1, False, "adjacent"),
+        adjacent_loads(graph.needs) / graph.nodes,
         rows(1, False),
         *(rows(times, True) for times in (0.25, 0.5, 1, 2)),
         graph.published / graph.nodes,

@@ -87,7 +87,11 @@ class Backward(Pass):
         return self.returned
 
 
-def squares(root: Path, covered: bool) -> tuple[Tensor, Tensor, int]:
+def squares(root: Path) -> list[tuple[Tensor, Tensor, int]]:
+    return [squares_by(root, covered) for covered in (False, True)]
+
+
+def squares_by(root: Path, covered: bool) -> tuple[Tensor, Tensor, int]:
     data = pyg_sar.load_partition(root)
     edges = data.edge_index.to_local()
     split = split_edges(edges, SUMS, SUMS) if covered else None
@@ -108,7 +112,7 @@ def summed(x: Tensor, edge_index: Tensor) -> Tensor:
     return scatter(x[edge_index[0]], edge_index[1], 0, x.size(0), reduce="sum")
 
 
-def check(found: list[tuple[Tensor, Tensor, int]], out: Tensor, gradient: Tensor) -> None:
+def check(found: Sequence[tuple[Tensor, Tensor, int]], out: Tensor, gradient: Tensor) -> None:
     """Compares what all workers found with one process."""
     for each in found:
         for one, right in zip(each, (out, gradient), strict=False):
@@ -123,10 +127,10 @@ def test_a_kernel_of_ones_own(near: bool, tmp_path: Path) -> None:
     x = data.x.clone().requires_grad_()
     expected = summed(x.square(), data.edge_index)
     expected.square().sum().backward()
+    with nullcontext() if near else apart():
+        every = workers(squares, WORLD, root)
     counts = []
-    for covered in (False, True):
-        with nullcontext() if near else apart():
-            found = workers(squares, WORLD, root, covered)
+    for found in zip(*every, strict=True):
         check(found, expected, x.grad)
         counts.append(sum(fetched for *_, fetched in found))
     assert counts[1] < counts[0]  # a cover takes fewer rows
@@ -205,10 +209,10 @@ def test_a_row_source_over_a_file(tmp_path: Path) -> None:
 # What is left ################################################################
 
 
-def left_over(root: Path, name: str) -> int:
+def left_over(root: Path, make: Any) -> int:
     """Objects in reference cycles after a step, which the collector alone would free."""
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(LAYERS[name]().double())
+    layer = pyg_sar.distribute(make().double())
     x = data.x.requires_grad_()
     for _ in range(2):
         layer(x, data.edge_index).sum().backward()
@@ -230,11 +234,11 @@ LAYERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_step_leaves_no_cycles(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_leaves_no_cycles(tmp_path: Path) -> None:
     """Tensors that a step is done with are freed then, not when the collector comes by."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     root = Partitions(tmp_path)(make_graph(), 2, "random")
-    assert pyg_sar.launch(left_over, 2, root, name) == [0, 0]
+
+    def all_left() -> dict[str, int]:
+        return {name: left_over(root, make) for name, make in LAYERS.items()}
+
+    assert workers(all_left, 2) == [dict.fromkeys(LAYERS, 0)] * 2

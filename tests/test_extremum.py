@@ -16,7 +16,6 @@ from oracle import (
     Partitions,
     Sweep,
     apart,
-    hosted,
     make_graph,
     whole,
     workers,
@@ -172,7 +171,7 @@ LAYERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 3])
 def test_layers_are_exact(world: int, partitions: Partitions):
     """One part has no node. Ties are within shards and between them."""
     sweep = Sweep(world)
@@ -185,7 +184,7 @@ def test_layers_are_exact(world: int, partitions: Partitions):
             torch.manual_seed(0)
             job = Job(make().double(), root, policies=SWITCHES)
             sweep.add(f"{name}{', ties' * ties}", job, data)
-    sweep.check(hosted(world))
+    sweep.check()
 
 
 def rows_of_messages(root: Path) -> None:

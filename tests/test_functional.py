@@ -73,20 +73,6 @@ def test_attention_and_its_gradients_equal_a_loop(kind: str, native: bool):
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ALL)
-def test_attention_passes_gradcheck(kind: str, p: float, native: bool):
-    given, leaves = recorded(small(kind, p))
-    edges = edges_of(given)
-
-    def fn(*tensors: Tensor) -> Tensor:
-        changed = dict(zip(leaves, tensors, strict=True))
-        return attention(replace(given.attention, **changed), edges, native=native)
-
-    assert torch.autograd.gradcheck(fn, tuple(leaves.values()))
-
-
-@pytest.mark.parametrize("native", BOTH)
 def test_only_wanted_gradients_and_shared_keys(native: bool):
     """Values that are the keys, and a single leaf at a time."""
     given = problem("gatv2", 2, 3, 2, own_key=False)
@@ -126,8 +112,7 @@ def present(tensor: Tensor | None) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("p", [0.0, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "p"), [(kind, k % 2 * 0.5) for k, kind in enumerate(KINDS)])
 def test_the_attention_operator_passes_opcheck(kind: str, p: float):
     """Schema, fake and autograd registration, and a trace of both passes with symbolic shapes."""
     given, _ = recorded(small(kind, p))

@@ -42,10 +42,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(t.contiguous().view(NODES, -1).view(torch.uint8) for t in (a, b)))
 
 
-def look(root: Path, piece: int) -> None:
-    """Rows come ``piece`` bytes at a time."""
-    gathering._PIECE = piece
-    data = pyg_sar.load_partition(root)
+def look(root: Path) -> None:
+    """At once, and 24 bytes at a time."""
+    for piece in (gathering._PIECE, 24):
+        gathering._PIECE = piece
+        look_at(pyg_sar.load_partition(root))
+
+
+def look_at(data: Any) -> None:
     ids = torch.arange(NODES)[data.y >= 0].to_local()
     for dtype in DTYPES:
         for shape in ((), (3,), (2, 1), (0,)):
@@ -66,8 +70,7 @@ def test_rows_come_to_their_places(world: int, tmp_path: Path):
     """Every dtype and shape; of three workers the last has no nodes."""
     part = torch.randint(2, (NODES,), generator=torch.Generator().manual_seed(0)) % world
     pyg_sar.write_partitions(make_graph(NODES), world, tmp_path / "parts", part)
-    for piece in (gathering._PIECE, 24):
-        workers(look, world, tmp_path / "parts", piece)
+    workers(look, world, tmp_path / "parts")
 
 
 def test_nothing_but_rows_and_ids_is_sent(tmp_path: Path):

@@ -177,7 +177,7 @@ def trained(root: Path, seed: int = 0) -> tuple[list[Tensor], Tensor, dict[str, 
     """Two steps of a GAT with BatchNorm and dropout: gradients, scores of own nodes, counters."""
     torch.manual_seed(seed)
     data = pyg_sar.load_partition(root)
-    model = gnn.GAT(data.num_features, 8, 3, CLASSES, heads=2, norm="BatchNorm", dropout=0.3)
+    model = gnn.GAT(data.num_features, 8, 2, CLASSES, heads=2, norm="BatchNorm", dropout=0.3)
     model = pyg_sar.distribute(model.double())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(2):

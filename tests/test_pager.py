@@ -30,10 +30,6 @@ pytestmark = [
 
 MB = 1 << 20
 KB = 1 << 10
-DTYPES = (
-    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32),
-    *(torch.uint8, torch.bool, torch.complex64),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -79,21 +75,15 @@ def run(code: str, *arguments: object, **options: object) -> subprocess.Complete
 # Contents #####################################################################
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_contents_survive_out_and_in(tmp_path, dtype):
+def test_contents_survive_out_and_in(tmp_path):
     least = 16 * KB
     sizes = (1, 100, least - 1, least, least + 1, 64 * KB, 200 * KB, MB + 8, 5 * MB + 4096, 9 * MB)
     generator = torch.Generator().manual_seed(1)
-    expected = []
-    for size in sizes:
-        raw = torch.randint(0, 2, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-        if dtype != torch.bool:
-            raw *= 63
-        expected.append(raw.view(dtype))
+    expected = [torch.randint(256, (n,), generator=generator, dtype=torch.uint8) for n in sizes]
     with opened(tmp_path, None) as pager:
         tensors = [x.clone() for x in expected]
         views = [x[len(x) // 2 :] for x in tensors]
-        arrays = [x.view(torch.uint8).numpy() for x in tensors]
+        arrays = [x.numpy() for x in tensors]
         for x in tensors:
             assert pager.touch(x) == (x.nbytes >= least)
         for round in range(3):
@@ -101,7 +91,7 @@ def test_contents_survive_out_and_in(tmp_path, dtype):
             assert pager.counters().evictions == (round + 1) * pager.counters().regions
             for x, view, array, y in zip(tensors, views, arrays, expected, strict=True):
                 assert torch.equal(view, y[len(y) // 2 :]) and torch.equal(x, y)
-                assert (array == y.view(torch.uint8).numpy()).all()
+                assert (array == y.numpy()).all()
     for x, y in zip(tensors, expected, strict=True):
         assert torch.equal(x, y)
 
@@ -178,11 +168,10 @@ def test_four_openmp_threads_read_what_is_out(tmp_path):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("io_threads", [1, 2])
-def test_no_write_is_lost_while_regions_move(tmp_path, io_threads):
+def test_no_write_is_lost_while_regions_move(tmp_path):
     """Threads count in every page, as the regions are evicted, written ahead and prefetched."""
     rounds, size = 30, 256 * KB // 8
-    with opened(tmp_path, 2 * MB, io_threads=io_threads) as pager:
+    with opened(tmp_path, 2 * MB, io_threads=2) as pager:
         tensors = [torch.zeros(size, dtype=torch.int64) for _ in range(16)]
         done = threading.Event()
 
@@ -807,9 +796,10 @@ def test_a_forked_child_can_use_what_was_resident(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "when", ["before", "after"], ids=["faulthandler before", "faulthandler after"]
+    ("when", "address"),
+    [("before", "8"), ("after", "x.data_ptr() + 3 * MB")],
+    ids=["faulthandler before, far", "faulthandler after, beyond a region"],
 )
-@pytest.mark.parametrize("address", ["8", "x.data_ptr() + 3 * MB"], ids=["far", "beyond a region"])
 def test_a_real_crash_stays_a_crash(tmp_path, when, address):
     done = run(
         f"""

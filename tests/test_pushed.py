@@ -63,7 +63,7 @@ def stars(seed: int = 0) -> Data:
 edges = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=14)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(edges, st.sampled_from([(1, 1), (3, 2), (2, 5)]))
 def test_the_cover_is_the_cheapest(pairs: list[tuple[int, int]], costs: tuple[int, int]) -> None:
     pull, push = costs
@@ -96,7 +96,7 @@ def crowded(length: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("graph", [chain, crowded])
 def test_the_kernel_finds_the_same_cover(graph: Any, costs: tuple[int, int]) -> None:
     """Of several cheapest ones, too: the files of a partition don't depend on the compiler."""
-    for length in (2, 7, 300, 5000):
+    for length in (2, 7, 300, 3000):
         ends = *graph(length), length, length + 1
         plain, kernel = (minimum_cover(*ends, *costs, native=native) for native in (False, True))
         assert torch.equal(plain.pulled, kernel.pulled)
@@ -135,7 +135,7 @@ def test_costs_are_in_range(push: int) -> None:
 # Exactness ###################################################################
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [3, 5])
 def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     partitions = Partitions(tmp_path_factory.mktemp("parts"))
     data, sweep = stars(), Sweep(world)

@@ -126,7 +126,7 @@ def fan_in() -> tuple[Data, Tensor]:
 # Exactness ###################################################################
 
 
-@pytest.mark.parametrize("world", [1, 5, 2, 3])
+@pytest.mark.parametrize("world", [5, 3])
 def test_layers_equal_pyg(
     world: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,12 +514,16 @@ def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("mode", [1, 2])
-def test_several_backward_passes(mode: int, tmp_path: Path) -> None:
+def _twice_each(root: Path) -> list[list[tuple[Tensor, Tensor]]]:
+    return [_twice(root, mode) for mode in (1, 2)]
+
+
+def test_several_backward_passes(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    for first, second in workers(_twice, 3, tmp_path / "parts", mode):
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert all(a.abs().max() > 0 for a in first)
+    for modes in workers(_twice_each, 3, tmp_path / "parts"):
+        for first, second in modes:
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            assert all(a.abs().max() > 0 for a in first)
 
 
 def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:

@@ -83,13 +83,10 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_exact_with_empty_rounds(world: int, partitions: Partitions):
-    data, part = clusters()
-    folder = partitions(data, world, part % world)
-    sweep = Sweep(world)
+def test_exact_with_empty_rounds(graph: Data, root: Path):
+    sweep = Sweep(5)
     for name, (make, edge) in LAYERS.items():
-        sweep.add(name, Job(make().double(), folder, edge, (*MODES, SARPolicy(prefetch=0))), data)
+        sweep.add(name, Job(make().double(), root, edge, (*MODES, SARPolicy(prefetch=0))), graph)
     sweep.check("gloo")
 
 
@@ -110,14 +107,14 @@ def messages(root: Path, prefetch: int) -> Any:
     return sent, ledger.peak_resident_rows(), plan.send_counts, plan.halo_counts
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
+def test_pairs_without_rows_send_nothing(root: Path):
     """One message per pair with rows and phase; resident are the rows of 1 + prefetch units."""
-    for sent, peak, send_counts, halo_counts in workers(messages, 5, root, prefetch):
-        going = sum(1 for n in send_counts if n)
-        coming = sum(1 for n in halo_counts if n)
-        assert sent == {"fetch": going, "refetch": going, "gradient": coming}
-        assert peak <= (1 + prefetch) * max(halo_counts)
+    for found in workers(lambda: [messages(root, prefetch) for prefetch in (0, 1)], 5):
+        for prefetch, (sent, peak, send_counts, halo_counts) in enumerate(found):
+            going = sum(1 for n in send_counts if n)
+            coming = sum(1 for n in halo_counts if n)
+            assert sent == {"fetch": going, "refetch": going, "gradient": coming}
+            assert peak <= (1 + prefetch) * max(halo_counts)
 
 
 # Loading #####################################################################
@@ -192,32 +189,27 @@ def test_the_command_holds_numbers_and_known_methods_only(tmp_path: Path):
     assert "rm -rf" not in str(caught.value) and "id" not in str(caught.value).split("--out")[0]
 
 
-def row_beyond(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["send_index"][0] = tensors["n_id"].numel()
+def row_beyond(tensors: dict[str, Tensor]) -> None:
+    tensors["send_index"][0] = tensors["n_id"].numel()
 
 
-def fewer_rows(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["send_counts"][0] -= 1
+def fewer_rows(tensors: dict[str, Tensor]) -> None:
+    tensors["send_counts"][0] -= 1
 
 
-def other_covers(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["covers"] = tensors["covers"].view(torch.int8)
+def other_covers(tensors: dict[str, Tensor]) -> None:
+    tensors["covers"] = tensors["covers"].view(torch.int8)
 
 
-def other_costs(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["cover_costs"] = tensors["cover_costs"].view(-1)
+def other_costs(tensors: dict[str, Tensor]) -> None:
+    tensors["cover_costs"] = tensors["cover_costs"].view(-1)
 
 
-def no_edges(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["cover_edgex"] = tensors.pop("cover_edges")
+def no_edges(tensors: dict[str, Tensor]) -> None:
+    tensors["cover_edgex"] = tensors.pop("cover_edges")
 
 
-ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
+ALTERED: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "index": (row_beyond, "'send_index' of '.*part-00001.* was altered: it names rows"),
     "sums": (fewer_rows, "'send_counts' of '.*part-00001.* was altered: it does not add up"),
     "covers": (other_covers, "'covers' of '.*part-00001.* was altered: it is torch.int8"),
@@ -226,25 +218,28 @@ ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALTERED)
-@pytest.mark.parametrize("verify", [True, False])
-def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, tmp_path: Path):
+def test_an_altered_plan_is_one_error_on_every_worker(tmp_path: Path):
     data, part = clusters()
-    change, text = ALTERED[name]
-    root = tmp_path / "parts"
-    pyg_sar.write_partitions(data, 5, root, part)
-    size = (root / part_file(1, 5)).stat().st_size
-    tensors = {k: v.clone() for k, v in read_part(root, 1).items()}
-    change(1, tensors)
-    save_aligned(tensors, root / part_file(1, 5))
-    assert (root / part_file(1, 5)).stat().st_size == size
+    for name, (change, _) in ALTERED.items():
+        root = tmp_path / name
+        pyg_sar.write_partitions(data, 5, root, part)
+        size = (root / part_file(1, 5)).stat().st_size
+        tensors = {k: v.clone() for k, v in read_part(root, 1).items()}
+        change(tensors)
+        save_aligned(tensors, root / part_file(1, 5))
+        assert (root / part_file(1, 5)).stat().st_size == size
 
-    def worker() -> str:
-        with pytest.raises(PartitionError, match="SHA-256" if verify else text) as caught:
-            pyg_sar.load_partition(root, verify=verify)
-        return str(caught.value)
+    def worker() -> list[str]:
+        found = []
+        for name, (_, text) in ALTERED.items():
+            for verify in (True, False):
+                with pytest.raises(PartitionError, match="SHA-256" if verify else text) as caught:
+                    pyg_sar.load_partition(tmp_path / name, verify=verify)
+                found.append(str(caught.value))
+        return found
 
-    assert len(set(workers(worker, 5))) == 1
+    first, *others = workers(worker, 5)
+    assert all(found == first for found in others)
 
 
 # Several relations ###########################################################

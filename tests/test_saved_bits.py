@@ -49,13 +49,13 @@ def gradients(call: Call, dtype: torch.dtype, mode: Any) -> tuple[Tensor, ...]:
         return out, *torch.autograd.grad(out.square().sum(), (x, w)), torch.rand(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_gradients_are_the_same(name, dtype):
-    expected = gradients(CALLS[name], dtype, nullcontext())
-    found = gradients(CALLS[name], dtype, SavedBits())
-    for a, b in zip(expected, found, strict=True):
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+def test_gradients_are_the_same(name):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        expected = gradients(CALLS[name], dtype, nullcontext())
+        found = gradients(CALLS[name], dtype, SavedBits())
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), dtype
 
 
 def test_what_is_kept():

@@ -1,4 +1,4 @@
-"""The libraries that carry tensors between processes, each an object behind one interface.
+"""The libraries that carry tensors between processes.
 
 A transport's methods block; the communicator calls them from its issuing thread alone.
 
@@ -13,9 +13,7 @@ a large one all exchange a byte with a tag of its name.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,48 +46,6 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 class TransportError(PygSarError):
     """The backend reported a failed transfer; why is still to be found out."""
-
-
-class Transport(ABC):
-    """Carries tensors between ranks."""
-
-    name: ClassVar[str]
-
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.posts = Posts()
-
-    # ``where`` names the operation; it is the same on all ranks that take part.
-
-    @abstractmethod
-    def exchange(
-        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], where: str = ""
-    ) -> None:
-        """Sends and receives all tensors at once; returns when all have arrived."""
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
-        """Reduces a contiguous tensor over all ranks, in place."""
-
-    @abstractmethod
-    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
-        """Returns every rank's tensor, of equal shapes, in rank order."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
-        """Overwrites a contiguous tensor with the one of rank ``src``."""
-
-    def others(self) -> list[int]:
-        """Returns all other ranks."""
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    def abort(self) -> None:
-        """Gives up what is under way, without waiting for it."""
-
-    def close(self) -> None:
-        """Frees what the transport holds."""
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
@@ -132,13 +88,16 @@ class Setting:
     groups: Sequence[Sequence[int]] | None = None
 
 
-class GroupTransport(Transport):
-    """Any backend of :mod:`torch.distributed`.
+class Transport:
+    """Carries tensors between ranks, by any backend of :mod:`torch.distributed`.
+
+    ``where`` names an operation; it is the same on all ranks that take part.
 
     The default process group is set up where the script has none yet, so that the rest of
     ``torch.distributed`` can be used as well; otherwise a group is made beside it.
     """
 
+    name: ClassVar[str]
     uses_store: ClassVar[bool] = True
     """True where the workers meet in torchrun's store (MPI brings its own)."""
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
@@ -162,8 +121,8 @@ class GroupTransport(Transport):
         if group is None:
             raise PygSarError(f"torch.distributed gave no process group for {self.name!r}")
         self.group: dist.ProcessGroup = group
-        rank = self.members.index(dist.get_rank())
-        super().__init__(rank, len(self.members), setting.device)
+        self.rank, self.world_size = self.members.index(dist.get_rank()), len(self.members)
+        self.device, self.posts = setting.device, Posts()
 
     @classmethod
     def check(cls) -> None:
@@ -208,6 +167,7 @@ class GroupTransport(Transport):
     def exchange(
         self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], where: str = ""
     ) -> None:
+        """Sends and receives all tensors at once; returns when all have arrived."""
         outgoing = [(peer, to_bytes(self.stage(tensor))) for peer, tensor in sends]
         landing = [(self.buffer(tensor), tensor) for _, tensor in recvs]
         incoming = [
@@ -242,7 +202,12 @@ class GroupTransport(Transport):
         with self.posts.waiting([(MEET, peer, name) for peer in self.others()]), _reported():
             yield
 
+    def others(self) -> list[int]:
+        """Returns all other ranks."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
     def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
+        """Reduces a contiguous tensor over all ranks, in place."""
         staged = self.stage(tensor)
         dtype = self.stand_in.get(tensor.dtype, tensor.dtype)
         wide = staged if dtype == staged.dtype else staged.to(dtype)
@@ -254,6 +219,7 @@ class GroupTransport(Transport):
             tensor.copy_(wide)
 
     def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        """Returns every rank's tensor, of equal shapes, in rank order."""
         staged = self.stage(tensor)
         out = [torch.empty_like(staged) for _ in range(self.world_size)]
         with self.together(staged, where):
@@ -261,18 +227,23 @@ class GroupTransport(Transport):
         return [t.to(tensor.device) for t in out]
 
     def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        """Overwrites a contiguous tensor with the one of rank ``src``."""
         staged = self.stage(tensor)
         with self.together(staged, where):
             dist.broadcast(to_bytes(staged), self.members[src], group=self.group)
         if staged is not tensor:
             tensor.copy_(staged)
 
+    def abort(self) -> None:
+        """Gives up what is under way, without waiting for it."""
+
     def close(self) -> None:
+        """Frees what it holds."""
         if dist.is_initialized():
             dist.destroy_process_group(None if self.owns_world else self.group)
 
 
-class GlooTransport(GroupTransport):
+class GlooTransport(Transport):
     """gloo: CPU, over TCP. Tensors of other devices are staged through CPU memory."""
 
     name = "gloo"
@@ -322,16 +293,15 @@ class GlooTransport(GroupTransport):
     def abort(self) -> None:
         # gloo has no call for it, but a receive that times out closes all connections of the
         # group, which ends whatever waits for them.
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    source, tag = self.members[peer], ABORT_TAG
-                    work = dist.irecv(torch.empty(1), source, group=self.group, tag=tag)
-                    if work is not None:
-                        work.wait(timedelta(milliseconds=1))
+        for peer in self.others():
+            with contextlib.suppress(RuntimeError, ValueError):
+                source, tag = self.members[peer], ABORT_TAG
+                work = dist.irecv(torch.empty(1), source, group=self.group, tag=tag)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
 
 
-class NcclTransport(GroupTransport):
+class NcclTransport(Transport):
     """NCCL: one GPU per worker."""
 
     name = "nccl"
@@ -386,11 +356,10 @@ class NcclTransport(GroupTransport):
             work.wait()
 
     def abort(self) -> None:
-        if hasattr(self.group, "abort"):  # Newer than the oldest PyTorch that will do.
-            self.group.abort()
+        self.group.abort()
 
 
-class MpiTransport(GroupTransport):
+class MpiTransport(Transport):
     """MPI, for a PyTorch built with it; the workers are started with ``mpirun``."""
 
     name = "mpi"
@@ -402,27 +371,8 @@ class MpiTransport(GroupTransport):
             raise unavailable(cls.name, "a PyTorch built from source with MPI")
 
 
-class CclTransport(GroupTransport):
-    """Intel oneCCL by ``oneccl_bindings_for_pytorch``, which ended with torch 2.8."""
-
-    name = "ccl"
-
-    @classmethod
-    def check(cls) -> None:
-        try:
-            # Importing it is what registers the backend.
-            importlib.import_module("oneccl_bindings_for_pytorch")
-        except ImportError as error:
-            raise ValueError(
-                f"backend='ccl' needs the package oneccl_bindings_for_pytorch, which Intel ended "
-                f"with torch 2.8 (this is torch {torch.__version__}). Use backend='gloo', which "
-                "every PyTorch has. PyTorch's own successor for Intel GPUs, 'xccl', is not "
-                "supported here yet"
-            ) from error
-
-
-TRANSPORTS: dict[str, type[GroupTransport]] = {
-    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
+TRANSPORTS: dict[str, type[Transport]] = {
+    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport)
 }
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
+from pyg_sar.comm.backends import TRANSPORTS, Setting, Transport
 from pyg_sar.comm.communicator import Communicator, GroupCommunicator, LocalCommunicator
 from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
@@ -205,7 +205,7 @@ def init(
     an error where workers of one host can't.
 
     Args:
-        backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
+        backend: ``'gloo'``, ``'nccl'`` or ``'mpi'``. By default ``'nccl'`` where every
             worker of the host has a GPU of its own, else ``'gloo'``, which copies what a GPU sends
             and receives through the CPU's memory.
         timeout: Seconds that an operation, and the start, may take.
@@ -396,7 +396,7 @@ def _open(
 def _join(
     store: AskedStore,
     shared: dist.Store,
-    kind: type[GroupTransport],
+    kind: type[Transport],
     setting: Setting,
     switch: str,
     watch: StoreWatch,
@@ -423,7 +423,7 @@ def _join(
         of_group.close()
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)  # Of this thread, too.
-    made: Future[list[GroupTransport]] = Future()
+    made: Future[list[Transport]] = Future()
 
     def make() -> None:
         try:
@@ -457,8 +457,8 @@ def _join(
 
 
 def _transports(
-    kind: type[GroupTransport], setting: Setting, groups: Sequence[Sequence[int]]
-) -> list[GroupTransport]:
+    kind: type[Transport], setting: Setting, groups: Sequence[Sequence[int]]
+) -> list[Transport]:
     """Opens what carries tensors within a replica, if it has several workers, and across them."""
     if setting.info.parts is None:
         return [kind(setting)]

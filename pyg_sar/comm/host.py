@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,17 +53,11 @@ class Hosting:
         memory: Bytes that a worker may take beyond its start; ``None``: no limit.
         store: The directory where parts wait, or ``'pinned'``: in a GPU's host memory. ``None``:
             they wait in memory.
-        keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
-            ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
-        saved: What ReLU and dropout save where parts wait in a store of the CPU: ``'bits'``
-            (:class:`pyg_sar.store.part_store.SavedBits`), or ``'whole'`` tensors, to compare.
     """
 
     parts: int
     memory: int | None = None
     store: str | None = None
-    keep: Literal["belady", "adjacent"] = "belady"
-    saved: Literal["bits", "whole"] = "bits"
 
     @property
     def device(self) -> str | None:
@@ -162,7 +156,7 @@ class Host:
 
     def __init__(self, hosting: Hosting, outer: Communicator) -> None:
         num_parts, memory, store = hosting.parts, hosting.memory, hosting.store
-        self.num_parts, self.outer, self.keep = num_parts, outer, hosting.keep
+        self.num_parts, self.outer = num_parts, outer
         self.hosted = split_parts(num_parts, outer.world_size)
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
@@ -182,7 +176,6 @@ class Host:
             place = read_environment()
             size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
-        self.saved = hosting.saved
         turn = self._begin, self._end
         self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
@@ -235,9 +228,7 @@ class Host:
 
     def saving(self) -> AbstractContextManager[Any]:
         """How this thread's part saves what its backward pass needs."""
-        if self.saved == "bits" and isinstance(self.store, PartStore):
-            return self.store.saving()
-        return nullcontext()
+        return self.store.saving() if isinstance(self.store, PartStore) else nullcontext()
 
     def unpaged(self, size: int = 0) -> AbstractContextManager[Any]:
         """Makes tensors that stay in memory, of ``size`` bytes: for all parts, and the network."""

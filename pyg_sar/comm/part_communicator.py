@@ -40,7 +40,7 @@ class PartWork(Work):
         super().__init__(None, doing)
         self._finish = finish
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         """Waits until the data is there."""
         if not self.done():
             self._finish()

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -72,8 +71,7 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
         except OSError:  # Maybe by a store of this very process, which is shared then.
             listener.close()
             listener = None
-    host = partial(
-        dist.TCPStore,
+    store = dist.TCPStore(
         address,
         port if listener is None else listener.getsockname()[1],
         is_master=True,
@@ -82,10 +80,6 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.fileno(),
     )
-    try:
-        store = host()
-    except NotImplementedError:  # libuv, the default, takes no socket in older versions of PyTorch.
-        store = host(use_libuv=False)
     if listener is not None:
         listener.detach()  # The store closes it.
     return store

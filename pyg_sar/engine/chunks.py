@@ -179,7 +179,7 @@ class Chunks:
         plan, comm = self.plan, self.plan.comm
         wanted = [self._halo_parts(chunk) for chunk in ids]
         sends: list[list[Tensor]] = [[chunk.new_empty(0)] * plan.world_size for chunk in ids]
-        for owner, peer in plan.rounds():
+        for owner, peer in plan.peers[1:]:
             mine = torch.tensor([w[owner].numel() for w in wanted], device=ids[0].device)
             theirs = torch.empty_like(mine)
             comm.exchange(mine, owner, theirs, peer, label=_PLAN).wait()

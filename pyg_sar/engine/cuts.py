@@ -120,7 +120,7 @@ class Cuts:
         nothing = self.mine[halo.rank].rows
         found = [Request(nothing, nothing, nothing, None)] * halo.world_size
         works = []
-        for owner, peer in halo.rounds():
+        for owner, peer in halo.peers[1:]:
             rows, _, edges, *_ = coming[peer]
             cut = self.mine[owner]
             sizes = [rows] + [edges] * (2 if cut.pushed is None else 3)
@@ -216,7 +216,7 @@ class SplitEdges:
         self.slots = _plan(halo.comm, edge_index.num_targets, cuts.slots.T, own)
         self.pulls = int(cuts.rows.sum()) > 0
         self._pulled = cuts.pulled if numbered else None
-        owners = [owner for owner, _ in halo.rounds()]
+        owners = [owner for owner, _ in halo.peers[1:]]
         self.pulled = []
         for unit, owner in enumerate(owners if self.pulls else (), start=1):
             cut = cuts.mine[owner]
@@ -276,7 +276,7 @@ class SplitEdges:
         """As :meth:`pushed_weights`, sent anew, and not kept."""
         halo, source = self._halo, edge_index.ends()[0]
         first, arriving, works = halo.num_local, {}, []
-        for owner, peer in halo.rounds():
+        for owner, peer in halo.peers[1:]:
             rows = halo.halo_slice(owner)
             columns = ((source >= first + rows.start) & (source < first + rows.stop)).nonzero()
             columns = columns.view(-1)

@@ -31,19 +31,6 @@ class CallContext:
         self.gathered: dict[Any, Any] = {}
 
 
-class Agreed:
-    """Things that all workers have made together with a plan.
-
-    Attributes:
-        tokens: How many things that edges remember (``distributed_index.py``).
-        published: Which rows workers of one host read in place (``halo_rows.py``).
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.published: Any = None
-
-
 class HaloPlan:
     r"""A worker's place in the distributed node numbering, and its exchange with the peers.
 
@@ -69,7 +56,8 @@ class HaloPlan:
         halo_offsets: First halo row of each owner, and at last :math:`H_p`.
         peers: Of each unit, the worker that its rows come from, and the one that they go to.
         num_rows: Rows of each unit.
-        agreed: What all workers have made together with it.
+        tokens: Things that edges remember, which all workers have made (``distributed_index.py``).
+        published: Which rows workers of one host, or parts, read in place, agreed by all of them.
     """
 
     def __init__(
@@ -87,7 +75,8 @@ class HaloPlan:
         self.num_local, self.n_id, self.covers = num_local, n_id, covers
         self.halo_counts, self.send_counts = list(halo_counts), list(send_counts)
         self.send_index, self.open_ended = send_index, open_ended
-        self.context, self.agreed = CallContext(), Agreed()
+        self.context, self.tokens = CallContext(), 0
+        self.published: Any = None
         self.halo_offsets = [0, *accumulate(halo_counts)]
         self.num_halo = self.halo_offsets[-1]
         rank, world = self.rank, self.world_size
@@ -107,10 +96,6 @@ class HaloPlan:
     def halo_slice(self, owner: int) -> slice:
         """The halo rows of ``owner``, counted from the first halo row."""
         return slice(self.halo_offsets[owner], self.halo_offsets[owner + 1])
-
-    def rounds(self) -> list[tuple[int, int]]:
-        """:attr:`peers` of units 1 to W - 1."""
-        return self.peers[1:]
 
     def to(self, device: torch.device) -> HaloPlan:
         """The same plan with its indices on ``device``."""

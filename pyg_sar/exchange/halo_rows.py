@@ -74,9 +74,8 @@ class Published:
 
 def published_rows(plan: HaloPlan, sharing: Sharing) -> Published:
     """The plan's exchange with workers of the same host, agreed once by all workers together."""
-    if plan.agreed.published is None:
-        plan.agreed.published = _agree(plan, sharing.ranks)
-    found: Published = plan.agreed.published
+    plan.published = plan.published or _agree(plan, sharing.ranks)
+    found: Published = plan.published
     return found
 
 
@@ -87,7 +86,7 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
     if rows is not None and count >= WHOLE * plan.num_local:
         rows, count = None, plan.num_local
     counts, index = {}, {}
-    for owner, peer in plan.rounds():
+    for owner, peer in plan.peers[1:]:
         message = found = None
         if peer in sends:
             wanted = sends[peer]
@@ -142,7 +141,7 @@ class HaloSource(_Near, RowSource):
         self._works: list[Work] = []
         self._shared = Published()
         if self._sharing is not None:
-            self._shared = plan.agreed.published or published_rows(plan, self._sharing)
+            self._shared = published_rows(plan, self._sharing)
 
     def open(self, unit: int) -> UnitRows:
         """Own rows as they are; rows of each tensor of the unit's owner, in its halo order."""

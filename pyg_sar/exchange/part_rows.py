@@ -82,7 +82,7 @@ class Published:
 
 def published_rows(plan: HaloPlan) -> Published:
     """The plan's published rows."""
-    if plan.agreed.published is None:
+    if plan.published is None:
         comm: Any = plan.comm
         sends = [plan.send_rows(q).cpu() for q in range(plan.world_size)]
         waits = comm.host.store is not None
@@ -101,8 +101,8 @@ def published_rows(plan: HaloPlan) -> Published:
             return _agree(comm.host, brought)
 
         routes = comm.come("halo plan", _PLAN, "", thing, combine)()
-        plan.agreed.published = Published(rows, routes)
-    found: Published = plan.agreed.published
+        plan.published = Published(rows, routes)
+    found: Published = plan.published
     return found
 
 

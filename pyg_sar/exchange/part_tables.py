@@ -23,7 +23,6 @@ from pyg_sar.exchange.row_plan import RowPlan, Turn, gap_of, joined_runs, plan_r
 from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.store.row_file import RowFile
-from pyg_sar.wording import counted
 
 _Ints = NDArray[Any]
 Read = Callable[[int, int, Tensor], None]
@@ -43,57 +42,31 @@ class RowCache:
         slots: Memory for the rows, of shape ``[plan.num_slots, ...]``; what it held is lost.
         read: Reads rows from the file.
         gap: Runs with at most so many rows between them are read in one request.
-
-    Attributes:
-        loaded, found: Halo rows that came from the file, and from the cache.
-        requests: Calls of ``read``.
     """
 
     def __init__(self, plan: RowPlan, slots: Tensor, read: Read, gap: int = 0) -> None:
-        if slots.dim() < 2 or slots.size(0) != plan.num_slots:
-            raise ValueError(
-                f"Expected 'slots' of {counted(plan.num_slots, 'rows')}, as the plan has (got "
-                f"shape {list(slots.shape)})"
-            )
         self.plan, self.slots, self.read, self.gap = plan, slots, read, gap
-        self.loaded = self.found = self.requests = 0
-        self._published = [False] * len(plan.turns)
-        self._next = 0
+        self._turns = iter(plan.turns)
 
     def publish(self, part: int, rows: Tensor) -> None:
         """Takes up those of the rows that a part publishes, ``[n, ...]``, which the plan keeps."""
-        self._check(rows, int(np.diff(self.plan.first)[part]), f"the rows of part {part}")
-        if self._published[part] or self._next:
-            raise ValueError(f"Part {part} publishes rows twice, or after the first gather")
-        self._published[part] = True
         _move(rows, self.plan.publish_row[part], self.slots, self.plan.publish_slot[part])
 
     def gather(self, part: int, out: Tensor) -> int:
         """Fills the halo rows ``[H, ...]`` of the part whose turn it is, and takes up those that
         the plan keeps; returns how many came from the file.
         """
-        if self._next == len(self.plan.turns) or part != self.plan.turns[self._next].part:
-            raise ValueError(
-                f"Part {part} gathers at turn {self._next} of "
-                f"{[turn.part for turn in self.plan.turns]}; make a cache for each pass"
-            )
-        turn = self.plan.turns[self._next]
-        self._check(out, turn.num_halo, f"the halo rows of part {part}")
-        for other, kept in enumerate(self.plan.publish_row):
-            if kept.size and not self._published[other]:
-                raise ValueError(f"Part {part} gathers rows before part {other} has published")
-        self._next += 1
+        turn = next(self._turns)
+        if part != turn.part:
+            raise RuntimeError(f"Part {part} gathers rows at the turn of part {turn.part}")
         _move(self.slots, turn.found_slot, out, turn.found_place)
         self._load(turn, out)
         _move(out, turn.enter_place, self.slots, turn.enter_slot)
-        self.found += turn.found_slot.size
-        self.loaded += turn.num_loaded
         return turn.num_loaded
 
     def _load(self, turn: Turn, out: Tensor) -> None:
         sizes = turn.run_stop - turn.run_start
         begin, end = joined_runs(turn, self.gap)
-        self.requests += begin.size
         for i, j in zip(begin.tolist(), end.tolist(), strict=True):
             start, stop = int(turn.run_start[i]), int(turn.run_stop[j - 1])
             place, last = int(turn.run_place[i]), int(turn.run_place[j - 1] + sizes[j - 1])
@@ -104,14 +77,6 @@ class RowCache:
             self.read(start, stop, rows)
             among = spread(turn.run_start[i:j] - start, sizes[i:j])
             _move(rows, among, out, spread(turn.run_place[i:j], sizes[i:j]))
-
-    def _check(self, rows: Tensor, count: int, name: str) -> None:
-        expected = (count, *self.slots.shape[1:])
-        if tuple(rows.shape) != expected or rows.dtype != self.slots.dtype:
-            raise ValueError(
-                f"Expected {name} as {self.slots.dtype} of shape {list(expected)} (got "
-                f"{rows.dtype}, shape {list(rows.shape)})"
-            )
 
 
 def _move(source: Tensor, rows: _Ints, target: Tensor, places: _Ints) -> None:
@@ -264,7 +229,7 @@ class StoredPlan:
         # are cached from their publication on only where all of them are.
         stay = bool(first[-1] <= capacity)
         turns = [*host.parts, *others]
-        self.rows = plan_rows(needs, first, capacity, turns, stay, host.keep)
+        self.rows = plan_rows(needs, first, capacity, turns, stay)
         used = np.zeros(len(routes.sizes) + 1, np.int64)
         for turn in self.rows.turns:
             begin = np.searchsorted(first, turn.run_start, side="right") - 1

@@ -23,15 +23,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pyg_sar.wording import counted
-
 _Ints = NDArray[Any]
-Keep = Literal["belady", "adjacent"]
 
 REQUEST_BYTES = 64 * 1024
 """About the bytes that a disk reads in sequence in the time of one more request."""
@@ -102,7 +99,6 @@ def plan_rows(
     capacity: int,
     order: Sequence[int] | None = None,
     published_stay: bool = True,
-    keep: Keep = "belady",
 ) -> RowPlan:
     r"""Plans which rows the cache holds after each turn, so that the fewest are read.
 
@@ -115,17 +111,16 @@ def plan_rows(
         order: The parts in the order of their turns; default: ascending.
         published_stay: Whether rows may enter the cache when they are published. The cache is then
             in use from the first publication on.
-        keep: ``"belady"``: the rows that are needed soonest. ``"adjacent"``: of the rows of a turn
-            those that the next turn needs (HongTu, SIGMOD 2024, section 5.1), for comparison.
+
+    Raises:
+        ValueError: There are 2^31 published rows or more.
     """
-    offsets = _checked_offsets(needs, first)
-    turns = _checked_order(order, len(needs))
-    if capacity < 0:
-        raise ValueError(f"Expected 'capacity' to be at least 0 rows (got {capacity})")
-    if keep not in ("belady", "adjacent"):
-        raise ValueError(f"Expected 'keep' to be 'belady' or 'adjacent' (got {keep!r})")
+    offsets = np.asarray(first, np.int64)
+    turns = range(len(needs)) if order is None else order
+    if offsets[-1] >= 2**31:
+        raise ValueError(f"Expected fewer than 2^31 published rows (got {offsets[-1]})")
     lists = [needs[part] for part in turns]
-    following, opening = next_uses(lists, int(offsets[-1]), adjacent=keep == "adjacent")
+    following, opening = next_uses(lists, int(offsets[-1]))
     contents = _Contents(int(offsets[-1]), min(capacity, int(offsets[-1])), len(needs))
     published: _Ints = np.empty(0, np.int64)
     if published_stay:
@@ -148,42 +143,10 @@ def plan_rows(
     )
 
 
-def _checked_offsets(needs: Sequence[_Ints], first: Sequence[int] | _Ints) -> _Ints:
-    offsets = np.asarray(first, np.int64)
-    if offsets.shape != (len(needs) + 1,) or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise ValueError(
-            f"Expected 'first' to ascend from 0 and to have {len(needs) + 1} numbers, one more "
-            f"than there are parts (got {offsets.tolist()})"
-        )
-    if offsets[-1] >= 2**31:
-        raise ValueError(f"Expected fewer than 2^31 published rows (got {offsets[-1]})")
-    for part, rows in enumerate(needs):
-        if rows.ndim != 1 or rows.dtype.kind != "i":
-            raise ValueError(
-                f"Expected 'needs[{part}]' to be a list of integers (got {rows.dtype}, shape "
-                f"{list(rows.shape)})"
-            )
-        if rows.size and (rows[0] < 0 or rows[-1] >= offsets[-1] or (rows[1:] <= rows[:-1]).any()):
-            raise ValueError(
-                f"Expected the positions 'needs[{part}]' to ascend within 0 to {offsets[-1] - 1}"
-            )
-    return offsets
-
-
-def _checked_order(order: Sequence[int] | None, parts: int) -> list[int]:
-    turns = list(range(parts)) if order is None else [int(part) for part in order]
-    if sorted(turns) != list(range(parts)):
-        raise ValueError(
-            f"Expected 'order' to hold each of the {counted(parts, 'parts')} once (got {turns})"
-        )
-    return turns
-
-
-def next_uses(lists: Sequence[_Ints], num_rows: int, adjacent: bool) -> tuple[list[_Ints], _Ints]:
+def next_uses(lists: Sequence[_Ints], num_rows: int) -> tuple[list[_Ints], _Ints]:
     """Returns the turn at which each halo row is needed next, and that of each row's first use.
 
-    A row that is not needed again has the number of turns. With ``adjacent`` that is every row
-    that the very next turn does not need.
+    A row that is not needed again has the number of turns.
     """
     never = len(lists)
     upcoming = np.full(num_rows, never, np.int32)
@@ -191,11 +154,7 @@ def next_uses(lists: Sequence[_Ints], num_rows: int, adjacent: bool) -> tuple[li
     for turn in reversed(range(never)):
         uses = upcoming[lists[turn]]
         upcoming[lists[turn]] = turn
-        if adjacent:
-            uses[uses != turn + 1] = never
         found.append(uses)
-    if adjacent:
-        upcoming[upcoming != 0] = never
     return found[::-1], upcoming
 
 
@@ -281,9 +240,9 @@ def spread(starts: _Ints, sizes: _Ints) -> _Ints:
 # Requests #####################################################################
 
 
-def gap_of(row_bytes: int, request_bytes: int = REQUEST_BYTES) -> int:
+def gap_of(row_bytes: int) -> int:
     """Returns the number of rows that are read as fast as a further request would be answered."""
-    return request_bytes // max(row_bytes, 1)
+    return REQUEST_BYTES // max(row_bytes, 1)
 
 
 def joined_runs(turn: Turn, gap: int) -> tuple[_Ints, _Ints]:

@@ -13,7 +13,7 @@ The ledger follows the storage, not a counter that the code would have to keep r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -100,11 +100,8 @@ class RowSink(ABC):
         """Waits until all that came has been added up."""
 
 
-class Merge(Protocol):
-    """Adds rows that came for some of a worker's own rows to these."""
-
-    def __call__(self, index: Tensor, rows: Sequence[Tensor]) -> None:
-        """``index [K]``: the own rows, int64; ``rows``: of each tensor, ``[K, *]``."""
+Merge = Callable[[Tensor, Sequence[Tensor]], None]
+"""Adds rows that came for some own rows ``[K]``, int64, to these: ``[K, *]`` of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -226,9 +226,9 @@ class InSpace(Tensor):
         plan, device = self.plan, self.device
         label = ("", "", "agreement")
         newest, only = max(made, default=0), next(iter(made)) if len(made) == 1 else 0
-        said = torch.tensor([newest, -newest, only, plan.agreed.tokens], device=device)
+        said = torch.tensor([newest, -newest, only, plan.tokens], device=device)
         plan.comm.all_reduce(said, "max", label=label)
-        most, least, proposed, plan.agreed.tokens = said.tolist()
+        most, least, proposed, plan.tokens = said.tolist()
         if newest and most == -least:  # The same on all workers, as in most passes.
             return made[newest]
         proposed = proposed or newest
@@ -242,8 +242,8 @@ class InSpace(Tensor):
         if not self.by_content or self.plan.world_size == 1:
             return self.remember(key, lambda: value)
         made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
-        self.plan.agreed.tokens += 1
-        made[self.plan.agreed.tokens] = value
+        self.plan.tokens += 1
+        made[self.plan.tokens] = value
         while len(made) > _MEMORY * 4:
             made.popitem(last=False)
         return value

@@ -52,7 +52,7 @@ class AllRows(HaloPlan):
         sends = [none if q == rank else every for q in range(comm.world_size)]
         self.send_counts, self._sends = [rows.numel() for rows in sends], sends
         if comm.sharing is not None:
-            self.agreed.published = Published(
+            self.published = Published(
                 rows=None,
                 count=own,
                 readers=dict.fromkeys(comm.sharing.ranks, own),
