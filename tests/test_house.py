@@ -357,7 +357,7 @@ after = state()
 changed = [name for name in before if before[name] != after[name]]
 own = {name for name in sys.modules if name.split(".")[0] == "pyg_sar"}
 more = set(sys.modules) - modules - own
-unwanted = {"matplotlib", "ogb", "IPython", "pymetis"}
+unwanted = {"matplotlib", "ogb", "oneccl_bindings_for_pytorch", "IPython", "pymetis"}
 print("changed:", *changed)
 print("imported:", *sorted(unwanted & set(sys.modules)))
 # Few modules besides those of torch_geometric: importing takes little longer.

@@ -13,6 +13,7 @@ a large one all exchange a byte with a tag of its name.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -371,8 +372,27 @@ class MpiTransport(Transport):
             raise unavailable(cls.name, "a PyTorch built from source with MPI")
 
 
+class CclTransport(Transport):
+    """Intel oneCCL by ``oneccl_bindings_for_pytorch``, which ended with torch 2.8."""
+
+    name = "ccl"
+
+    @classmethod
+    def check(cls) -> None:
+        try:
+            # Importing it is what registers the backend.
+            importlib.import_module("oneccl_bindings_for_pytorch")
+        except ImportError as error:
+            raise ValueError(
+                f"backend='ccl' needs the package oneccl_bindings_for_pytorch, which Intel ended "
+                f"with torch 2.8 (this is torch {torch.__version__}). Use backend='gloo', which "
+                "every PyTorch has. PyTorch's own successor for Intel GPUs, 'xccl', is not "
+                "supported here yet"
+            ) from error
+
+
 TRANSPORTS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport)
+    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
 }
 
 
