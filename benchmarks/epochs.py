@@ -218,7 +218,7 @@ def workers(nodes: int, edges: int, counts: list[int], dropout: float, rounds: i
         f"## Workers, {nodes:,} nodes, {edges:,} edges, dropout {dropout:g}",
         "",
         "The fastest step of the slowest worker. Memory: MiB resident in the largest worker "
-        "beyond its start, kept between steps, and at the peak, which are anonymous, pages of the "
+        "more than at its start, kept between steps, and at the peak, which are anonymous, pages of the "
         "part's file (which the system takes back when it needs memory), and shared with other "
         "workers (those of others that it reads, too, so that they count twice).",
         "",

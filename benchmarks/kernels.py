@@ -218,8 +218,8 @@ def plot(ratio: dict[Any, tuple[float, float]], path: Path) -> None:
             axes.hlines(TARGETS[width], n - 0.45, n + 0.45, colors="black", linestyles="dashed")
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_xlabel("width (dashed: the goal)")
-    axes.set_ylabel("times as fast as torch.sparse CSR (processor time)")
-    axes.legend()
+    axes.set_ylabel("speed, torch.sparse CSR = 1")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4)
     figure.savefig(path, dpi=110)
 
 

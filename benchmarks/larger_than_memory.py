@@ -281,7 +281,8 @@ def plot(found: Found, path: Path) -> None:
             counts = sorted({p for _, p, _ in found} - {1})
             axes.set_xticks(counts, [str(p) for p in counts])
         grid[1][column].set_xlabel("parts on one worker")
-    grid[0][0].legend(fontsize="small")
+    lines = grid[0][0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=5)
     figure.savefig(path)
 
 

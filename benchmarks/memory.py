@@ -280,7 +280,8 @@ def plot(found: Found, path: Path) -> None:
         axes.set_xlabel("workers W")
         axes.set_ylabel("peak memory per worker (MiB)")
         axes.set_xticks(counts, [str(w) for w in counts])
-    all_axes[0].legend(fontsize="x-small")
+    lines = all_axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=7)
     figure.savefig(path, dpi=110)
 
 

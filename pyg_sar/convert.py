@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch_geometric.nn
@@ -36,6 +36,8 @@ from pyg_sar.reduction.parameters import (
     refuse_wrapped,
 )
 
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
 
 @cache
 def _dist_class(kind: type[MessagePassing], alone: bool) -> type[DistMessagePassing]:
@@ -53,11 +55,11 @@ def _dist_class(kind: type[MessagePassing], alone: bool) -> type[DistMessagePass
 
 
 def distribute(
-    model: torch.nn.Module,
+    model: _Model,
     policy: SARPolicy | None = None,
     *,
     layer_policies: Mapping[str, SARPolicy] | None = None,
-) -> torch.nn.Module:
+) -> _Model:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a

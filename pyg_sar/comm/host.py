@@ -50,7 +50,7 @@ class Hosting:
 
     Attributes:
         parts: Parts of the graph, of all workers.
-        memory: Bytes that a worker may take beyond its start; ``None``: no limit.
+        memory: By how many bytes a worker may grow; ``None``: no limit.
         store: The directory where parts wait, or ``'pinned'``: in a GPU's host memory. ``None``:
             they wait in memory.
     """

@@ -330,7 +330,7 @@ def _draw_bytes(memory: Any, traffic: Any, kinds: Any, metrics: list[dict[str, A
     start, peak = ([n / 2**20 for n in last[f"{k}memory_bytes"]] for k in ("start_", ""))
     beyond = [max(b - a, 0.0) for a, b in zip(start, peak, strict=True)]
     memory.bar(range(len(peak)), start, label="at the start", color="tab:gray")
-    memory.bar(range(len(peak)), beyond, bottom=start, label="beyond")
+    memory.bar(range(len(peak)), beyond, bottom=start, label="growth since the start")
     memory.set_xticks(range(len(peak)))
     for rank in range(len(last["sent_bytes"])):
         # A run that was resumed may have had fewer parts before.
