@@ -38,47 +38,47 @@ _MANY = 1009  # targets of a run that shows lengths: no layer has as many column
 _MANY_EDGES = 3001  # of a run by whose values it is seen what larger numbers decide
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
 _BEFORE = 11  # edges of a second run before those of the first: what few periods divide
-_REMEDIES = {
-    "edges": (
-        "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
-        "on the whole graph before write_partitions(), or from node features"
+_REMEDIES = {  # The first says most.
+    "python": (
+        "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
+        "use operators on tensors instead, such as torch.where()"
     ),
-    "nodes": (
-        "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
-        "it to propagate() and take it as an '_i' or '_j' argument"
+    "generator": (
+        "draws numbers of a generator of its own (by '{}'), for all edges of the list: draw in "
+        "forward(), and pass them to propagate(), with a row per edge"
+    ),
+    "places": (
+        "treats edges by their places in the list, which are others on each worker: pass what "
+        "tells them apart to propagate(), with a row per edge"
     ),
     "ids": (
         "computes with ids of nodes ('{}' of 'index', 'edge_index_i' or 'edge_index_j'), which are "
         "this worker's own numbering: pass torch.arange(x.size(0)) to propagate() and take it as "
         "an '_i' or '_j' argument"
     ),
-    "numbers": (
-        "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
-        "pass the graph's numbers to the layer as constants"
-    ),
     "operator": (
         "calls '{}', of which it is not known that it treats each edge alone: compute that before "
         "propagate(), and pass the result as an edge-level or node-level tensor"
     ),
-    "python": (
-        "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
-        "use operators on tensors instead, such as torch.where()"
+    "edges": (
+        "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
+        "on the whole graph before write_partitions(), or from node features"
     ),
-    "places": (
-        "treats edges by their places in the list, which are others on each worker: pass what "
-        "tells them apart to propagate(), with a row per edge"
-    ),
-    "generator": (
-        "draws numbers of a generator of its own (by '{}'), for all edges of the list: draw in "
-        "forward(), and pass them to propagate(), with a row per edge"
-    ),
-    "gradients": (
-        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
-        "of which a worker has some only: let an edge's gradient depend on that edge alone"
+    "numbers": (
+        "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
+        "pass the graph's numbers to the layer as constants"
     ),
     "branches": (
         "takes another way for another number of edges, of which each worker has its own: let it "
         "compute the same for any number of edges"
+    ),
+    "nodes": (
+        "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
+        "it to propagate() and take it as an '_i' or '_j' argument"
+    ),
+    "gradients": (
+        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
+        "of which a worker has some only: let an edge's gradient depend on that edge alone"
     ),
 }
 
@@ -515,19 +515,8 @@ def _tensors(out: Any) -> list[Tensor]:
 def _reason(trace: RowTrace) -> str:
     """Returns the first cause, of the kind that says most."""
     found = trace.causes.found
-    for kind in (
-        "python",
-        "generator",
-        "places",
-        "ids",
-        "operator",
-        "edges",
-        "numbers",
-        "branches",
-    ):
-        if kind in found:
-            return _REMEDIES[kind].format(found[kind])
-    return _REMEDIES["edges"].format("its order of edges")
+    kind = next((kind for kind in _REMEDIES if kind in found), "edges")
+    return _REMEDIES[kind].format(found.get(kind, "its order of edges"))
 
 
 def _are_lengths(sizes: Sizes, steps: Sequence[Step]) -> bool:
