@@ -34,7 +34,7 @@ from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_kno
 from pyg_sar.message.dependence import Dependence
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import other_draws, pads
-from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
+from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels, without_rows
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
@@ -330,12 +330,7 @@ class Chooser:
             needs,
             self.rows.levels[0],
             min(budgets),
-            tuple(
-                torch.empty(
-                    0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
-                )
-                for shape, dtype in rows
-            ),
+            tuple(without_rows(*row, device) for row in rows),
             tuple(sets),
             look.needs,
             sums=None if look.program is None else _sums_of(look.program, needs),

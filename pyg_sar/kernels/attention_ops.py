@@ -52,7 +52,7 @@ from pyg_sar.kernels.ops import (
     check_not_recorded,
     edge_dot,
     gather_sum_,
-    named,
+    run,
     takes,
     use_kernel,
 )
@@ -106,17 +106,14 @@ def attention_(
     if not attention.score.softmax:
         _add_tanh(state, attention, segments, native)
         return state
-    run: Any = fallback.attention_
+    add: Any = fallback.attention_
     on_device = _on_gpu(attention, native)
     if on_device is not None:
-        run = on_device.attention_
+        add = on_device.attention_
     elif use_kernel(native, takes_attention(attention, state.acc.size(0))):
-        run = torch.ops.pyg_sar.attention_
+        add = torch.ops.pyg_sar.attention_
     given = _detached(attention, segments, widen=on_device is None)
-    try:
-        run(state.acc, state.maximum, state.normaliser, *given)
-    except RuntimeError as error:
-        raise named(error) from None
+    run(add, state.acc, state.maximum, state.normaliser, *given)
     return state
 
 
@@ -233,30 +230,27 @@ def _backward(
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
     by_edge = gradients.edge_attr, gradients.edge_weight
     own = gradients.value, gradients.key, gradients.query, gradients.att
-    run: Any
+    add: Any
     on_device = _on_gpu(attention, native)
     if on_device is not None:
         given = *known, *_detached(attention, segments, widen=False)
-        run = on_device.attention_backward_
-        run(*own, *by_edge, *given, transposed, attention.places)
+        add = on_device.attention_backward_
+        add(*own, *by_edge, *given, transposed, attention.places)
         return
     kernel = use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0)))
     attention = attention if kernel else attention.in_order()
     given = *known, *_detached(attention, segments)
     if not kernel:
-        run = fallback.attention_backward_
+        add = fallback.attention_backward_
         given = *own, *by_edge, *given, transposed
     elif transposed:
         by_source = gradients.value, gradients.key, gradients.query, *by_edge
-        run = torch.ops.pyg_sar.attention_backward_sources_
+        add = torch.ops.pyg_sar.attention_backward_sources_
         given = *by_source, *given, attention.places
     else:
-        run = torch.ops.pyg_sar.attention_backward_targets_
+        add = torch.ops.pyg_sar.attention_backward_targets_
         given = gradients.query, gradients.att, *by_edge, *given
-    try:
-        run(*given)
-    except RuntimeError as error:
-        raise named(error) from None
+    run(add, *given)
 
 
 def _in_place(

@@ -88,6 +88,12 @@ def refuse_batched_edges(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str
             )
 
 
+def without_rows(shape: Sequence[int], dtype: str, device: torch.device) -> Tensor:
+    """Returns a tensor ``[0, *shape]`` of a dtype by its name, as workers tell each other."""
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    return torch.empty(0, *shape, dtype=kind, device=device)
+
+
 # Rows of a message ############################################################
 
 
@@ -147,17 +153,13 @@ class RowAgreement:
         known = [found for found, _ in everyone]
         for rank, found in enumerate(known):
             self.refuse(found[0], rank, together=True)
-        shapes = [found for _, found in everyone if found]
-        rows = None
-        if shapes:
-            dtype = getattr(torch, shapes[0][1].removeprefix("torch."))
-            rows = torch.empty(0, *shapes[0][0], dtype=dtype, device=edges.device)
+        rows = next((found for _, found in everyone if found), None)
         agreed = RowWise(
             refused=next((found[0] for found in known if found[0]), ""),
             updates=tuple(sorted({name for found in known for name in found[1]})),
             keeps=tuple(sorted({name for found in known for name in found[3]})),
             numbers=all(found[2] for found in known),
-            rows=rows,
+            rows=None if rows is None else without_rows(*rows, edges.device),
         )
         return mine, agreed
 

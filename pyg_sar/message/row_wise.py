@@ -202,7 +202,7 @@ class RowCheck:
         if len(trace.steps) != len(first.trace.steps):
             trace.differs = True
         if trace.differs:
-            trace.causes.note("branches", "")
+            trace.causes.setdefault("branches", "")
         first.trace.forget()
         mixed = any(self._kind(trace, t) == "mixed" for t in _tensors(second.out))
         reason = ""
@@ -211,7 +211,7 @@ class RowCheck:
                 f"its message changes '{changes.refused}' by what its edges hold or how many they "
                 "are, of which each worker has its own: compute that from node features, outside"
             )
-        elif mixed or trace.differs or _ALWAYS & trace.causes.found.keys():
+        elif mixed or trace.differs or _ALWAYS & trace.causes.keys():
             reason = f"its message {_reason(trace)}"
         elif not isinstance(second.nodes, Tensor | None):
             reason = f"its update() gives a {type(second.nodes).__name__}{NOT_KNOWN}"
@@ -279,7 +279,7 @@ class RowCheck:
 
         check = AggregateCheck(self.layer, rows, given, levels)
         reason, updates = check.found(self.edge_index.order is not None, watching)
-        if not reason and (beyond := trace.causes.found.keys() & {"places", "branches"}):
+        if not reason and (beyond := trace.causes.keys() & {"places", "branches"}):
             reason = f"its aggregate() {_REMEDIES[min(beyond)]}"
         return reason, updates, trace.asks
 
@@ -514,7 +514,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 def _reason(trace: RowTrace) -> str:
     """Returns the first cause, of the kind that says most."""
-    found = trace.causes.found
+    found = trace.causes
     kind = next((kind for kind in _REMEDIES if kind in found), "edges")
     return _REMEDIES[kind].format(found.get(kind, "its order of edges"))
 
