@@ -224,19 +224,10 @@ _READS = frozenset(
 )
 _MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage})
 _SCALARS = ("number", "Optional[number]", "float", "Optional[float]", "List[float]")
-_SLICES = frozenset(
-    [
-        "as_strided",
-        "diagonal",
-        "narrow",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "unfold",
-    ]
-)
+_SLICES = frozenset({
+    "as_strided", "diagonal", "narrow", "select", "slice", "split", "split_with_sizes", "unbind",
+    "unfold",
+})  # fmt: skip
 _ASKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
 _IGNORED = frozenset(["_assert_async", "set_", "sym_size", "sym_stride", "resize_"])
 

@@ -110,22 +110,12 @@ class RowProgram(TileProgram):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         asks = self.method == "message" and update_asks_for_edges(self.layer)
-        self._update = self._bind("update", args[2]) if asks else None
-
-    @property
-    def updates(self) -> bool:
-        """Says if ``update`` asks for edges."""
-        return self._update is not None
+        self.update = self._bind("update", args[2]) if asks else None
 
     def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
         """Returns the result of ``update`` for aggregates."""
-        if self._update is None:
-            return out
-        return self.layer.update(out, **self._collect(self._update, values, own))
-
-    def of_aggregate(self) -> dict[str, Any]:
-        """Returns the arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
-        return {} if self._aggregate is None else dict(self._aggregate.arguments)
+        assert self.update is not None
+        return self.layer.update(out, **self._collect(self.update, values, own))
 
     never_per_tile: tuple[str, ...] = ("adj_t",)
     only_scalars = False
@@ -232,7 +222,7 @@ class RowCheck:
         updates = set(changes.updates)
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
             reason, more, asks = self._aggregate(rows)
-            updates |= set(more)
+            updates |= more
             trace.asks |= asks
         elif self.own_aggregate and rows is None and not reason:
             reason = (
@@ -243,23 +233,21 @@ class RowCheck:
         has_numbers = numbers is not None
         return RowWise(reason, tuple(sorted(updates)), keeps, has_numbers, rows, trace.asks)
 
-    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...], bool]:
-        """Tries the layer's own aggregation."""
+    def _aggregate(self, rows: Tensor) -> tuple[str, set[str], bool]:
+        """Tries the layer's own aggregation: why it can't run, what it changes, if it asks."""
         for name in ("edge_index", "edge_index_j"):
             if name in self.layer.inspector.get_param_names("aggregate"):
-                return (
-                    (
-                        f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
-                        "numbering: let it take 'index', and what message() returns"
-                    ),
-                    (),
-                    False,
+                reason = (
+                    f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
+                    "numbering: let it take 'index', and what message() returns"
                 )
+                return reason, set(), False
         sizes = Sizes(EDGES, TARGETS, TARGETS)
         source, index = self._ends(sizes)
         values = self._values(Labels(), sizes, source, index)
         given, levels = {}, {}
-        for name, place in self.program.of_aggregate().items():
+        asked = self.program._aggregate
+        for name, place in (asked.arguments if asked else {}).items():
             given[name] = place[0] if isinstance(place, tuple) else values[place].detach()
             if isinstance(place, int):
                 role = self.program.operands[place].role
@@ -278,10 +266,10 @@ class RowCheck:
                 yield partial(Count.of, trace)
 
         check = AggregateCheck(self.layer, rows, given, levels)
-        reason, updates = check.found(self.edge_index.order is not None, watching)
+        reason = check.found(self.edge_index.order is not None, watching)
         if not reason and (beyond := trace.causes.keys() & {"places", "branches"}):
             reason = f"its aggregate() {_REMEDIES[min(beyond)]}"
-        return reason, updates, trace.asks
+        return reason, check.updates, trace.asks
 
     @property
     def _axis(self) -> int:
@@ -337,7 +325,7 @@ class RowCheck:
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
     ) -> Any:
         """Returns what ``update`` makes of aggregates of the messages, where it asks for edges."""
-        if not self.program.updates or not isinstance(out, Tensor):
+        if self.program.update is None or not isinstance(out, Tensor):
             return None
         data = self.layer.inspector.collect_param_data("aggregate", dict(own))
         with torch.no_grad():
