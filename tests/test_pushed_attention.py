@@ -202,25 +202,27 @@ def test_targets_without_an_edge_of_their_own_worker(tmp_path: Path) -> None:
     sweep.check()
 
 
-def _extreme(root: Path, layer: torch.nn.Module) -> Any:
+def _extreme(root: Path, layers: list[torch.nn.Module]) -> Any:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
-    return one_pass(layer, data)
+    return [one_pass(pyg_sar.distribute(copy.deepcopy(layer)), data) for layer in layers]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_ten_thousand(sign: int, tmp_path: Path) -> None:
+def test_scores_of_ten_thousand(tmp_path: Path) -> None:
     data = stars()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    plain = plain_gat().double()
-    with torch.no_grad():
-        plain.att_src *= 1e4
-        plain.att_dst *= sign * 1e5
-    expected = single_process(plain, data)
-    assert expected.out.isfinite().all()
-    # Exponents of numbers like these have a relative error of 1e4 eps.
-    found = errors(workers(_extreme, 3, tmp_path / "parts", plain), expected)
-    assert max(found.values()) < 1e-8
+    layers: list[torch.nn.Module] = []
+    for sign in (1, -1):
+        plain = plain_gat().double()
+        with torch.no_grad():
+            plain.att_src *= 1e4
+            plain.att_dst *= sign * 1e5
+        layers.append(plain)
+    found = workers(_extreme, 3, tmp_path / "parts", layers)
+    for layer, *each in zip(layers, *found, strict=True):
+        expected = single_process(layer, data)
+        assert expected.out.isfinite().all()
+        # Exponents of numbers like these have a relative error of 1e4 eps.
+        assert max(errors(each, expected).values()) < 1e-8
 
 
 BAD = (torch.nan, torch.inf, -torch.inf)
@@ -494,6 +496,10 @@ def test_near_costs_have_good_covers() -> None:
 # Passes #######################################################################
 
 
+def _twice_each(root: Path) -> list[list[tuple[Tensor, Tensor]]]:
+    return [_twice(root, mode) for mode in (1, 2)]
+
+
 def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
@@ -514,12 +520,12 @@ def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("mode", [1, 2])
-def test_several_backward_passes(mode: int, tmp_path: Path) -> None:
+def test_several_backward_passes(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    for first, second in workers(_twice, 3, tmp_path / "parts", mode):
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert all(a.abs().max() > 0 for a in first)
+    for found in workers(_twice_each, 3, tmp_path / "parts"):
+        for first, second in found:
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            assert all(a.abs().max() > 0 for a in first)
 
 
 def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:

@@ -351,18 +351,15 @@ class DistMessagePassing(MessagePassing):
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
         """Returns the edge features of all edges at once."""
         with away(self.model_draws):
-            return self._updated(edge_index, size, kwargs)
-
-    def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
-        keeps = Chooser(self, edge_index, kwargs).check_edge_update()
-        facts_of(self).edge_sets = attributes_of(self, keeps)
-        padding = stand_ins(edge_index)
-        with (
-            self._drawing(edge_index, kwargs) as draws,
-            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
-            of_all_edges(draws, edge_index, None, padding),
-        ):
-            return super().edge_updater(edge_index, size=size, **kwargs)
+            keeps = Chooser(self, edge_index, kwargs).check_edge_update()
+            facts_of(self).edge_sets = attributes_of(self, keeps)
+            padding = stand_ins(edge_index)
+            with (
+                self._drawing(edge_index, kwargs) as draws,
+                on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
+                of_all_edges(draws, edge_index, None, padding),
+            ):
+                return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
 
