@@ -290,7 +290,7 @@ class RowTrace(Operators):
         """Calls an operator and labels its results."""
         schema = func._schema
         name = schema.name.rpartition("::")[2]
-        if name in COMPOSED:
+        if name in COMPOSED and func._overloadname in ("default", "no_stats"):
             with self:
                 return decomposition_table[func](*args, **kwargs)
         names = [argument.name for argument in schema.arguments]
