@@ -57,11 +57,6 @@ EXTREMA = ("source", "constant weight", "difference")
 CONSTANTS = ("edge_weight", "edge_attr")
 
 
-@pytest.fixture(scope="module")
-def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Partitions(tmp_path_factory.mktemp("dependence"))(graph, WORLD, "random")
-
-
 class Formula(MessagePassing):
     """A layer whose message is a function of (layer, x_i, x_j, edge_weight, edge_attr)."""
 
@@ -453,10 +448,10 @@ PLACES = ("global", "class", "object", "closure")
 
 
 @pytest.fixture(scope="module")
-def numbered(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> tuple[Data, Path]:
+def numbered(graph: Data, partitions: Partitions) -> tuple[Data, Path]:
     graph = copy.copy(graph)
     graph.ids = torch.arange(EDGES)
-    return graph, Partitions(tmp_path_factory.mktemp("outside"))(graph, 2, "random")
+    return graph, partitions(graph, 2)
 
 
 def outside_gradient(root: Path, place: str, case: int, column: int | None) -> Tensor:

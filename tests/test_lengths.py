@@ -170,8 +170,8 @@ def graph() -> Data:
 
 
 @pytest.fixture(scope="module")
-def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Partitions(tmp_path_factory.mktemp("lengths"))(graph, 2, "random")
+def root(graph: Data, partitions: Partitions) -> Path:
+    return partitions(graph, 2)
 
 
 def trained(layer: torch.nn.Module, x: Tensor, edge_index: Any) -> list[Tensor]:

@@ -212,8 +212,8 @@ def trained(name: str, x: Tensor, edge_index: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Partitions(tmp_path_factory.mktemp("change"))(graph, 2, "random")
+def root(graph: Data, partitions: Partitions) -> Path:
+    return partitions(graph, 2)
 
 
 REFUSED = ("mixes", "EdgeConv", "aggregation")
