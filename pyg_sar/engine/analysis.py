@@ -489,11 +489,10 @@ def _refuse_states_of_integers(
 
 def needs_sorted_edges(layer: Any) -> bool:
     """True where the aggregation may ask for edges by target, in the whole graph's order."""
-    known = is_known(layer)
-    return not known or any(
-        decompose(m) is None and type(m) not in _UNSORTED
-        for m in ([layer.aggr_module] if layer.aggr_module is not None else [])
-    )
+    used = layer.aggr_module
+    if used is None or not is_known(layer):
+        return not is_known(layer)
+    return decompose(used) is None and type(used) not in _UNSORTED
 
 
 def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
