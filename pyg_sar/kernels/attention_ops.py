@@ -284,9 +284,12 @@ def _on_gpu(attention: Attention, native: bool | None) -> Any:
     return on_gpu.attention_operators(shape, value)
 
 
-def _detached(attention: Attention, segments: Segments, widen: bool = True) -> tuple[object, ...]:
-    given = arguments_of(attention, segments, widen)
-    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+def _detached(attention: Attention, segments: Segments, widen: bool = True) -> list[Any]:
+    given = [*arguments_of(attention, segments, widen)]
+    for k, argument in enumerate(given):  # a generator is entered for each of them
+        if isinstance(argument, Tensor):
+            given[k] = argument.detach()
+    return given
 
 
 def arguments_of(attention: Attention, segments: Segments, widen: bool = True) -> Arguments:
