@@ -52,7 +52,7 @@ from pyg_sar.kernels.ops import (
     check_not_recorded,
     edge_dot,
     gather_sum_,
-    run,
+    named,
     takes,
     use_kernel,
 )
@@ -106,14 +106,17 @@ def attention_(
     if not attention.score.softmax:
         _add_tanh(state, attention, segments, native)
         return state
-    add: Any = fallback.attention_
+    run: Any = fallback.attention_
     on_device = _on_gpu(attention, native)
     if on_device is not None:
-        add = on_device.attention_
+        run = on_device.attention_
     elif use_kernel(native, takes_attention(attention, state.acc.size(0))):
-        add = torch.ops.pyg_sar.attention_
+        run = torch.ops.pyg_sar.attention_
     given = _detached(attention, segments, widen=on_device is None)
-    run(add, state.acc, state.maximum, state.normaliser, *given)
+    try:
+        run(state.acc, state.maximum, state.normaliser, *given)
+    except RuntimeError as error:
+        raise named(error) from None
     return state
 
 
@@ -230,27 +233,30 @@ def _backward(
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
     by_edge = gradients.edge_attr, gradients.edge_weight
     own = gradients.value, gradients.key, gradients.query, gradients.att
-    add: Any
+    run: Any
     on_device = _on_gpu(attention, native)
     if on_device is not None:
         given = *known, *_detached(attention, segments, widen=False)
-        add = on_device.attention_backward_
-        add(*own, *by_edge, *given, transposed, attention.places)
+        run = on_device.attention_backward_
+        run(*own, *by_edge, *given, transposed, attention.places)
         return
     kernel = use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0)))
     attention = attention if kernel else attention.in_order()
     given = *known, *_detached(attention, segments)
     if not kernel:
-        add = fallback.attention_backward_
+        run = fallback.attention_backward_
         given = *own, *by_edge, *given, transposed
     elif transposed:
         by_source = gradients.value, gradients.key, gradients.query, *by_edge
-        add = torch.ops.pyg_sar.attention_backward_sources_
+        run = torch.ops.pyg_sar.attention_backward_sources_
         given = *by_source, *given, attention.places
     else:
-        add = torch.ops.pyg_sar.attention_backward_targets_
+        run = torch.ops.pyg_sar.attention_backward_targets_
         given = gradients.query, gradients.att, *by_edge, *given
-    run(add, *given)
+    try:
+        run(*given)
+    except RuntimeError as error:
+        raise named(error) from None
 
 
 def _in_place(
@@ -284,12 +290,9 @@ def _on_gpu(attention: Attention, native: bool | None) -> Any:
     return on_gpu.attention_operators(shape, value)
 
 
-def _detached(attention: Attention, segments: Segments, widen: bool = True) -> list[Any]:
-    given = [*arguments_of(attention, segments, widen)]
-    for k, argument in enumerate(given):  # a generator is entered for each of them
-        if isinstance(argument, Tensor):
-            given[k] = argument.detach()
-    return given
+def _detached(attention: Attention, segments: Segments, widen: bool = True) -> tuple[object, ...]:
+    given = arguments_of(attention, segments, widen)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
 
 
 def arguments_of(attention: Attention, segments: Segments, widen: bool = True) -> Arguments:
