@@ -239,12 +239,18 @@ def _all(labels: Tensor) -> Tensor:
     return reduced(labels, list(range(labels.dim())), False)
 
 
-def _product(right: str) -> Callable[[Call], Tensor]:
-    """Returns the rule for products of matrices."""
+def _product(left: str, right: str, added: str = "") -> Callable[[Call], Tensor]:
+    """Returns the rule for products of matrices, or of a matrix and a vector."""
 
     def rule(call: Call) -> Tensor:
-        rows = call.over(call.given["self"], [-1], True)
-        return combined([rows, call.over(call.given[right], [-2], True)])
+        a, b = call.given[left], call.given[right]
+        rows = call.over(a, [-1], True)
+        columns = call.over(b, [-2 if b.dim() > 1 else -1], True)
+        rows = rows if b.dim() > 1 else rows.squeeze(-1)
+        parts = [rows, columns]
+        if added:
+            parts.append(call.of(call.given[added]))
+        return combined(parts)
 
     return rule
 
@@ -263,6 +269,39 @@ def _transposed_product(call: Call) -> Tensor:
 def _distances(call: Call) -> Tensor:
     first, second = call.given["x1"], call.given["x2"]
     return combined([call.over(first, [-1], True), call.over(second, [-1]).unsqueeze(-2)])
+
+
+def _layer_norm(call: Call) -> Tensor:
+    source, axes = call.given["input"], len(call.given["normalized_shape"])
+    parts = [call.over(source, list(range(-axes, 0)), True)]
+    for name in ("weight", "bias"):
+        if isinstance(call.given.get(name), Tensor):
+            parts.append(_all(call.of(call.given[name])))
+    return combined(parts)
+
+
+def _batch_norm(call: Call) -> Tensor:
+    given = call.given
+    source = given["input"]
+    trains = given.get("training", given.get("train", True))
+    if "no_training" in call.name:
+        trains = False
+    axes = [d for d in range(source.dim()) if d != 1]
+    rows = call.over(source, axes, True) if trains else call.of(source)
+    names = ("weight", "bias", "running_mean", "running_var")
+    others = [_all(call.of(given[n])) for n in names if isinstance(given.get(n), Tensor)]
+    whole = combined([rows, *others])
+    return whole if all(out.dim() == source.dim() for out in call.outs[:1]) else _all(whole)
+
+
+def _norm_outputs(rule: Callable[[Call], Tensor]) -> Callable[[Call], list[Tensor]]:
+    """The first result has the rule's labels; the others are its statistics."""
+
+    def labels(call: Call) -> list[Tensor]:
+        whole = rule(call)
+        return [whole, *[_all(whole) for _ in call.outs[1:]]]
+
+    return labels
 
 
 # Reading and writing by an index ##############################################
@@ -284,6 +323,19 @@ def _index_select(call: Call) -> Tensor:
 def _gather(call: Call) -> Tensor:
     given, labels = call.given, call.labels
     found = labels.of(given["self"]).gather(given["dim"], _plain(given["index"]))
+    return read_by(found, labels.of(given["index"]))
+
+
+def _embedding(call: Call) -> Tensor:
+    given, labels = call.given, call.labels
+    index = given["indices"]
+    found = labels.of(given["weight"])[_plain(index)]
+    return read_by(found, labels.of(index).unsqueeze(-1))
+
+
+def _take(call: Call) -> Tensor:
+    given, labels = call.given, call.labels
+    found = labels.of(given["self"]).reshape(-1)[_plain(given["index"])]
     return read_by(found, labels.of(given["index"]))
 
 
@@ -399,10 +451,17 @@ def _one_hot(call: Call) -> Tensor:
 
 
 RULES: dict[str, Callable[[Call], Any]] = {
+    "_addmm_activation": _product("mat1", "mat2", "self"),
     "_cdist_forward": _distances,
+    "_native_batch_norm_legit": _norm_outputs(_batch_norm),
+    "_native_batch_norm_legit_no_training": _norm_outputs(_batch_norm),
+    "addmm": _product("mat1", "mat2", "self"),
+    "addmv": _product("mat", "vec", "self"),
+    "baddbmm": _product("batch1", "batch2", "self"),
     "bincount": _bincount,
-    "bmm": _product("mat2"),
+    "bmm": _product("self", "mat2"),
     "bucketize": _search("self", "boundaries"),
+    "embedding": _embedding,
     "gather": _gather,
     "index": _index,
     "index_put": _index_put,
@@ -412,7 +471,11 @@ RULES: dict[str, Callable[[Call], Any]] = {
     "index_select": _index_select,
     "isin": _search("elements", "test_elements"),
     "linear": _transposed_product,
-    "mm": _product("mat2"),
+    "mm": _product("self", "mat2"),
+    "mv": _product("self", "vec"),
+    "native_batch_norm": _norm_outputs(_batch_norm),
+    "native_layer_norm": _layer_norm,
     "nonzero": _nonzero,
     "one_hot": _one_hot,
+    "take": _take,
 }

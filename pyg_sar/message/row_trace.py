@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
 
 from pyg_sar.message.recording import Operators
@@ -103,13 +102,6 @@ UNIFORM = frozenset({
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "normal_", "ones",
     "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
     "resize_", "scalar_tensor", "uniform_", "zero_", "zeros", "zeros_like",
-})  # fmt: skip
-
-#: They are made of others, by PyTorch's table of decompositions.
-COMPOSED = frozenset({
-    "_addmm_activation", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-    "addmm", "addmv", "baddbmm", "embedding", "mv", "native_batch_norm", "native_layer_norm",
-    "take",
 })  # fmt: skip
 
 #: They write by an index.
@@ -290,9 +282,6 @@ class RowTrace(Operators):
         """Calls an operator and labels its results."""
         schema = func._schema
         name = schema.name.rpartition("::")[2]
-        if name in COMPOSED and func._overloadname in ("default", "no_stats"):
-            with self:
-                return decomposition_table[func](*args, **kwargs)
         names = [argument.name for argument in schema.arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         for argument in schema.arguments:  # A default doesn't come along.
