@@ -219,8 +219,8 @@ def workers(nodes: int, edges: int, counts: list[int], dropout: float, rounds: i
         "",
         "The fastest step of the slowest worker. Memory: MiB resident in the largest worker "
         "more than at its start, kept between steps, and at the peak, which are anonymous, pages "
-        "of the part's file (which the system takes back when it needs memory), and shared with other "
-        "workers (those of others that it reads, too, so that they count twice).",
+        "of the part's file (which the system takes back when it needs memory), and shared with "
+        "other workers (those of others that it reads, too, so that they count twice).",
         "",
         "| model | workers | seconds | to one | kept | peak | to one | anonymous | to one | file "
         "| shared |",

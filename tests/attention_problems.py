@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
-from pyg_sar.kernels import fallback
+from pyg_sar.kernels import fallback, ops
 from pyg_sar.kernels.attention_ops import keep_factors
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.scores import SCORES, edge_scores, number_of
+
+MISSING = ops.why_missing()
+NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
+BOTH = [False, *NATIVE]
+"""By PyTorch, and by the C++ kernels where there are any."""
 
 
 @dataclass(frozen=True)

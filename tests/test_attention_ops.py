@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from attention_problems import Edges, Problem, edge_terms, looped, plain, problem, shards_of
+from attention_problems import (
+    BOTH,
+    NATIVE,
+    Edges,
+    Problem,
+    edge_terms,
+    looped,
+    plain,
+    problem,
+    shards_of,
+)
 from combinations import everything, some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_ops import (
     attention_,
     attention_backward_sources_,
@@ -35,9 +44,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 2e-4}
 ALL = tuple(SCORES)
 KINDS = tuple(name for name, score in SCORES.items() if score.softmax)  # by a kernel of their own
-MISSING = ops.why_missing()
-NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
-BOTH = [False, *NATIVE]
 
 
 def computed(
@@ -511,21 +517,19 @@ BAD_EDGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("name", BAD_EDGES)
-def test_bad_edges_raise(name: str, native: bool):
-    changes, kind, text = BAD_EDGES[name]
+def test_bad_edges_raise(native: bool):
     given = problem("additive", features=2)
     ((_, forward, backward),) = shards_of(given, 1, squeezed=True)
-    state = AttentionState.start(given.num_targets, given.attention.value)
-    with pytest.raises(kind, match=text):
-        attention_(state, given.attention, changed(forward, changes), native=native)
-    cotangent = Cotangent.of(given.grad_out, state.acc, state.maximum, state.normaliser)
-    gradients = AttentionGradients(value=torch.zeros_like(given.attention.value))
-    if name != "targets too large":
+    for name, (changes, kind, text) in BAD_EDGES.items():
+        state = AttentionState.start(given.num_targets, given.attention.value)
         with pytest.raises(kind, match=text):
-            attention_backward_sources_(
-                gradients, given.attention, cotangent, changed(backward, changes), native=native
-            )
+            attention_(state, given.attention, changed(forward, changes), native=native)
+        cotangent = Cotangent.of(given.grad_out, state.acc, state.maximum, state.normaliser)
+        gradients = AttentionGradients(value=torch.zeros_like(given.attention.value))
+        if name != "targets too large":
+            wrong = given.attention, cotangent, changed(backward, changes)
+            with pytest.raises(kind, match=text):
+                attention_backward_sources_(gradients, *wrong, native=native)
 
 
 @pytest.mark.parametrize("native", NATIVE)
@@ -570,14 +574,13 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("name", BAD_TENSORS)
-def test_bad_tensors_raise(name: str, native: bool):
-    score, changes, kind, text = BAD_TENSORS[name]
-    given = problem(score, features=2)
-    ((_, forward, _),) = shards_of(given, 1)
-    state = AttentionState.start(given.num_targets, given.attention.value)
-    with pytest.raises(kind, match=text):
-        attention_(state, replace(given.attention, **changes), forward, native=native)
+def test_bad_tensors_raise(native: bool):
+    for score, changes, kind, text in BAD_TENSORS.values():
+        given = problem(score, features=2)
+        ((_, forward, _),) = shards_of(given, 1)
+        state = AttentionState.start(given.num_targets, given.attention.value)
+        with pytest.raises(kind, match=text):
+            attention_(state, replace(given.attention, **changes), forward, native=native)
 
 
 def test_states_and_gradients_that_do_not_fit_raise():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from combinations import everything, some
-from oracle import make_graph, one_pass, parts, workers
+from oracle import Partitions, make_graph, one_pass, parts, workers
 from test_exactness import LAYERS, WIDER, build
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -130,10 +130,8 @@ def sweep(root: Path | None, cases: list[tuple[str, str, str]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts") / "2"
-    pyg_sar.write_partitions(GRAPH, 2, folder, "random")
-    return folder
+def root(partitions: Partitions) -> Path:
+    return partitions(GRAPH, 2)
 
 
 def must_run(change: str) -> bool:

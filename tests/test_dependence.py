@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from combinations import some
+from combinations import everything, some
 from oracle import (
     BUDGET,
     CHANNELS,
@@ -55,11 +55,6 @@ BYTES = 8  # float64
 BATCHES = 4
 EXTREMA = ("source", "constant weight", "difference")
 CONSTANTS = ("edge_weight", "edge_attr")
-
-
-@pytest.fixture(scope="module")
-def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Partitions(tmp_path_factory.mktemp("dependence"))(graph, WORLD, "random")
 
 
 class Formula(MessagePassing):
@@ -449,35 +444,49 @@ class Outside(MessagePassing):
             self.put(scale)
 
 
-@pytest.mark.parametrize("place", ("global", "class", "object", "closure"))
-@pytest.mark.parametrize("case", (1, 2))
-def test_what_a_message_reads_outside_of_its_layer(
-    case: int, place: str, graph: Data, tmp_path: Path
-):
-    """One edge's number changes before the backward pass: no wrong gradients without an error."""
+PLACES = ("global", "class", "object", "closure")
+
+
+@pytest.fixture(scope="module")
+def numbered(graph: Data, partitions: Partitions) -> tuple[Data, Path]:
     graph = copy.copy(graph)
     graph.ids = torch.arange(EDGES)
-    root, before = Partitions(tmp_path)(graph, 2, "random"), SCALE
+    return graph, partitions(graph, 2)
 
-    def worker(column: int | None) -> Tensor:
-        data = pyg_sar.load_partition(root)
-        layer: Any = pyg_sar.distribute(Outside(place, case))
-        x = data.x.clone().requires_grad_()
-        loss = layer(x, data.edge_index, data.edge_attr, data.ids).square().sum()
-        if column is not None:
-            scale = before.clone()
-            scale[column] = 3.0
-            layer.change(scale)
-        loss.backward()
-        return whole(x.grad)
 
-    x = graph.x.clone().requires_grad_()
-    Outside(place, case)(x, graph.edge_index, graph.edge_attr, graph.ids).square().sum().backward()
-    for found in workers(worker, 2, None):
-        assert error(found, x.grad) <= 1e-10
-    for column in (EDGES // 3, EDGES - 1):
+def outside_gradient(root: Path, place: str, case: int, column: int | None) -> Tensor:
+    """One edge's number changes before the backward pass."""
+    data, before = pyg_sar.load_partition(root), SCALE
+    layer: Any = pyg_sar.distribute(Outside(place, case))
+    x = data.x.clone().requires_grad_()
+    loss = layer(x, data.edge_index, data.edge_attr, data.ids).square().sum()
+    if column is not None:
+        scale = before.clone()
+        scale[column] = 3.0
+        layer.change(scale)
+    loss.backward()
+    return whole(x.grad)
+
+
+def test_what_a_message_reads_outside_of_its_layer(numbered: tuple[Data, Path]):
+    graph, root = numbered
+    cases = list(product(PLACES, (1, 2)))
+    found = workers(lambda: [outside_gradient(root, *case, None) for case in cases], 2)
+    for k, (place, case) in enumerate(cases):
+        x = graph.x.clone().requires_grad_()
+        out = Outside(place, case)(x, graph.edge_index, graph.edge_attr, graph.ids)
+        out.square().sum().backward()
+        assert all(error(one[k], x.grad) <= 1e-10 for one in found), (place, case)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", (1, 2))
+def test_what_changes_outside_of_a_layer(case: int, place: str, numbered: tuple[Data, Path]):
+    """No wrong gradients without an error."""
+    columns = (EDGES // 3, EDGES - 1)
+    for column in columns if everything() else columns[case - 1 : case]:
         with pytest.raises(WorkerError, match="came out differently"):
-            workers(worker, 2, column)
+            workers(outside_gradient, 2, numbered[1], place, case, column)
 
 
 class Counted(MessagePassing):
@@ -505,21 +514,22 @@ class Counted(MessagePassing):
         }[self.act]()
 
 
+ACTS = ("plain", "nonlinear", "attention", "no attention", "sizes", "norm")
+
+
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-@pytest.mark.parametrize("aggr", ("sum", "softmax", "median"))
-@pytest.mark.parametrize(
-    "act", ("plain", "nonlinear", "attention", "no attention", "sizes", "norm")
-)
-def test_a_first_call_runs_the_message_three_times(act: str, aggr: str, tmp_path: Path) -> None:
+def test_a_first_call_runs_the_message_three_times(tmp_path: Path) -> None:
     """Twice to look at it, and once for all edges."""
     data = make_graph()
     pyg_sar.write_partitions(data, 1, tmp_path / "parts", "random")
     part = pyg_sar.load_partition(tmp_path / "parts")
-    plain = Counted(act, aggr).double()
-    layer, runs = pyg_sar.distribute(copy.deepcopy(plain)), list[int]()
-    out = layer(part.x, part.edge_index, runs)
-    assert len(runs) <= 3
-    assert torch.allclose(out.full_tensor(), plain(data.x, data.edge_index, []), rtol=1e-10)
+    for act, aggr in product(ACTS, ("sum", "softmax", "median")):
+        plain = Counted(act, aggr).double()
+        layer, runs = pyg_sar.distribute(copy.deepcopy(plain)), list[int]()
+        out = layer(part.x, part.edge_index, runs)
+        assert len(runs) <= 3, (act, aggr)
+        expected = plain(data.x, data.edge_index, [])
+        assert torch.allclose(out.full_tensor(), expected, rtol=1e-10), (act, aggr)
 
 
 def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> None:

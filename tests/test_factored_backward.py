@@ -7,16 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_problems import Edges, Problem, looped, problem, shards_of
+from attention_problems import BOTH, NATIVE, Edges, Problem, looped, problem, shards_of
 from torch import Tensor
 
-from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_ops import attention_, attention_backward_sources_
 from pyg_sar.kernels.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
 
-MISSING = ops.why_missing()
-NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
-BOTH = [False, *NATIVE]
 NAMES = ("value", "key", "query")
 TOLERANCE = 2e-5
 

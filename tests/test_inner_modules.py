@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from combinations import some
-from oracle import Result, make_graph, one_pass, parts, whole, workers
+from oracle import Partitions, Result, make_graph, one_pass, parts, whole, workers
 from torch import Tensor, nn
 from torch_geometric.nn import (
     MLP,
@@ -158,10 +158,8 @@ def sweep(root: Path | None, cases: Sequence[tuple[str, str]]) -> dict[tuple[str
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts") / "2"
-    pyg_sar.write_partitions(GRAPH, 2, folder, "random")
-    return folder
+def root(partitions: Partitions) -> Path:
+    return partitions(GRAPH, 2)
 
 
 @pytest.mark.parametrize("start", [workers, parts])

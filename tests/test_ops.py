@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_problems import BOTH
 from oracle import (
     CHANNELS,
     MESSAGES,
@@ -102,11 +103,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 # The kernel ###################################################################
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_equal_a_loop(dtype: torch.dtype, native: bool, request: pytest.FixtureRequest):
-    if native:
-        request.getfixturevalue("kernels")
+def test_sums_equal_a_loop(dtype: torch.dtype, native: bool):
     for width in WIDTHS:
         for weighted in (False, True):
             index = torch.int64 if width % 2 else torch.int32
@@ -161,11 +160,9 @@ def test_error_is_at_most_twice_that_of_pytorch(dtype: torch.dtype, kernels: Non
     assert found <= 2 * distance(plain, expected)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_strides_and_views(native: bool, request: pytest.FixtureRequest):
+@pytest.mark.parametrize("native", BOTH)
+def test_strides_and_views(native: bool):
     """Rows in columns of a wider tensor, transposed, expanded; results into a packed buffer."""
-    if native:
-        request.getfixturevalue("kernels")
     given = problem(7, torch.float64)
     expected = looped(given, weighted=True)
     rows = given["rows"]
@@ -191,10 +188,8 @@ def test_strides_and_views(native: bool, request: pytest.FixtureRequest):
     assert distance(gathered({**given, **strided}, True, native), expected) <= 1e-14
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_nothing_to_add(native: bool, request: pytest.FixtureRequest):
-    if native:
-        request.getfixturevalue("kernels")
+@pytest.mark.parametrize("native", BOTH)
+def test_nothing_to_add(native: bool):
     given = problem(5, torch.float32)
     none = {name: given[name][:0] for name in ("source", "targets", "weight", "edges")}
     none["offsets"] = given["offsets"][:1]
@@ -272,34 +267,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_raises(name: str, kernels: None):
-    changes, kind, text = BAD[name]
-    given = problem(6, torch.float32)
-    given.update({key: change(given[key]) for key, change in changes.items()})
-    with pytest.raises(kind, match=text):
-        gather_sum_(**given, native=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "widths",
-        "axes",
-        "dtypes",
-        "lengths",
-        "weights",
-        "no offsets",
-        "offsets too few",
-        "offsets fall",
-    ],
+CHECKED_ALWAYS = (
+    *("widths", "axes", "dtypes", "lengths", "weights", "no offsets"),
+    *("offsets too few", "offsets fall"),
 )
-def test_bad_shapes_raise_without_the_kernel(name: str):
-    changes, kind, text = BAD[name]
-    given = problem(6, torch.float32)
-    given.update({key: change(given[key]) for key, change in changes.items()})
-    with pytest.raises(kind, match=text):
-        gather_sum_(**given, native=False)
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_bad_input_raises(native: bool):
+    for name in BAD if native else CHECKED_ALWAYS:
+        changes, kind, text = BAD[name]
+        given = problem(6, torch.float32)
+        given.update({key: change(given[key]) for key, change in changes.items()})
+        with pytest.raises(kind, match=text):
+            gather_sum_(**given, native=native)
 
 
 def test_overlap_raises(kernels: None):
@@ -331,11 +312,9 @@ def test_the_operators_are_registered_as_torch_wants_it(kernels: None):
         torch.library.opcheck(torch.ops.pyg_sar.sort_edges.default, arguments)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_the_first_rows_as_targets(native: bool, request: pytest.FixtureRequest):
+@pytest.mark.parametrize("native", BOTH)
+def test_the_first_rows_as_targets(native: bool):
     """Without 'targets' these are rows 0, 1, ..."""
-    if native:
-        request.getfixturevalue("kernels")
     for dtype in DTYPES:
         given = problem(5, dtype)
         count = given["offsets"].numel() - 1
@@ -373,11 +352,9 @@ def looped_dots(given: dict[str, Tensor]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inner_products(dtype: torch.dtype, native: bool, request: pytest.FixtureRequest):
-    if native:
-        request.getfixturevalue("kernels")
+def test_inner_products(dtype: torch.dtype, native: bool):
     for width in (0, 1, 2, 5, 8, 15, 16, 23, 100, 257):
         index = torch.int64 if width % 2 else torch.int32
         given = problem(width, dtype, index=index, seed=width)
@@ -408,13 +385,9 @@ def test_inner_products_check_what_they_are_given(kernels: None):
 # Sorting ######################################################################
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_edges_are_sorted_by_one_key_and_by_two(
-    dtype: torch.dtype, native: bool, request: pytest.FixtureRequest
-):
-    if native:
-        request.getfixturevalue("kernels")
+def test_edges_are_sorted_by_one_key_and_by_two(dtype: torch.dtype, native: bool):
     draw = torch.Generator().manual_seed(0)
     before = torch.get_num_threads()
     try:
@@ -434,10 +407,8 @@ def test_edges_are_sorted_by_one_key_and_by_two(
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_keys_out_of_range_raise(native: bool, request: pytest.FixtureRequest):
-    if native:
-        request.getfixturevalue("kernels")
+@pytest.mark.parametrize("native", BOTH)
+def test_keys_out_of_range_raise(native: bool):
     for bad in (-1, 3):
         with pytest.raises(IndexError, match=r"keys in \[0, 3\)"):
             sort_edges(torch.tensor([0, bad, 1]), 3, native=native)

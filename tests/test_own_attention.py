@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from combinations import some
 from oracle import CHANNELS, parts, whole, workers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -278,6 +279,43 @@ UNKNOWN: dict[str, type[Base]] = {
 }
 
 
+class Product(Base):
+    """Rows times a number of each edge, of which autograd may see another one."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        weight = (x[edge_index[0]] * x[edge_index[1]]).sum(-1).sin()
+        return self.propagate(edge_index, x=self.lin(x), weight=weight)
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return self.times(x_j, weight.view(-1, 1))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def times(product: Callable[[Tensor, Tensor], Tensor]) -> type[Base]:
+    return type("Times", (Product,), {"times": lambda self, x, w: product(x, w)})
+
+
+PRODUCTS: dict[str, type[Base]] = {
+    "a product": times(lambda x, w: w * x),
+    "detached rows": times(lambda x, w: w * x.detach()),
+    "detached numbers": times(lambda x, w: x * w.detach()),
+    "a hook of rows": times(lambda x, w: hooked(x) * w),
+    "a hook of numbers": times(lambda x, w: hooked(w) * x),
+    "a gradient of its own": times(lambda x, w: Reversed.apply(x) * w),
+    "rows with a hook": times(lambda x, w: hooked(x)),
+    "rows reversed": times(lambda x, w: Reversed.apply(x)),
+}
+
+
 # Compared with one process ####################################################
 
 
@@ -314,7 +352,7 @@ def counted() -> Iterator[list[tuple[str, bool]]]:
         message_passing.attention_kernel = plain
 
 
-def here(kinds: Sequence[type[Base]], root: Path, policy: Any) -> list[list[Tensor]]:
+def here(kinds: Collection[type[Base]], root: Path, policy: Any) -> list[list[Tensor]]:
     data = pyg_sar.load_partition(root)
     return [computed(kind, data, lambda layer: pyg_sar.distribute(layer, policy)) for kind in kinds]
 
@@ -324,7 +362,7 @@ def counted_here(*args: Any) -> Any:
         return here(*args), calls
 
 
-def compare(kinds: Sequence[type[Base]], graph: Data, found: list[list[Tensor]]) -> None:
+def compare(kinds: Collection[type[Base]], graph: Data, found: list[list[Tensor]]) -> None:
     for kind, values in zip(kinds, found, strict=True):
         right = computed(kind, graph, lambda layer: layer)
         torch.testing.assert_close(values, right, rtol=1e-10, atol=1e-10)
@@ -340,9 +378,10 @@ def test_attention_by_kernels(kernels: None, mode: int, root: Path, graph: Data)
 
 
 def test_on_workers(kernels: None, root: Path, graph: Data) -> None:
-    for found, calls in workers(counted_here, 3, KNOWN, root, pyg_sar.SARPolicy()):
-        compare(KNOWN, graph, found)
-        assert len(calls) == 3 * len(KNOWN)
+    kinds = some(KNOWN, "workers", 2)
+    for found, calls in workers(counted_here, 3, kinds, root, pyg_sar.SARPolicy()):
+        compare(kinds, graph, found)
+        assert len(calls) == 3 * len(kinds)
 
 
 def test_one_process(kernels: None, graph: Data) -> None:
@@ -393,11 +432,13 @@ def test_second_derivatives(root: Path, graph: Data) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_no_attention(name: str, root: Path, graph: Data) -> None:
+@pytest.mark.parametrize("kinds", [UNKNOWN, PRODUCTS], ids=["attention", "products"])
+def test_what_is_no_formula_of_the_kernels(
+    kinds: dict[str, type[Base]], root: Path, graph: Data
+) -> None:
     with counted() as calls:
-        for found in parts(here, 3, [UNKNOWN[name]], root, pyg_sar.SARPolicy()):
-            compare([UNKNOWN[name]], graph, found)
+        for found in parts(here, 3, kinds.values(), root, pyg_sar.SARPolicy()):
+            compare(kinds.values(), graph, found)
     assert all(not grad for _, grad in calls), "in evaluation detach() and hooks change nothing"
 
 

@@ -29,8 +29,8 @@ def graph() -> Data:
 
 
 @pytest.fixture(scope="module")
-def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Partitions(tmp_path_factory.mktemp("own"))(graph, WORLD, "random")
+def root(graph: Data, partitions: Partitions) -> Path:
+    return partitions(graph, WORLD)
 
 
 # Classes travel ##############################################################

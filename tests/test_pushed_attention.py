@@ -57,6 +57,13 @@ POLICIES = (
     SARPolicy(mode=2, prefetch=1),
 )
 HEADS = 2
+
+
+@pytest.fixture(scope="module")
+def root(partitions: Partitions) -> Path:
+    return partitions(stars(), 3)
+
+
 DROPPING = ("gat", "gatv2", "transformer")
 
 
@@ -202,25 +209,26 @@ def test_targets_without_an_edge_of_their_own_worker(tmp_path: Path) -> None:
     sweep.check()
 
 
-def _extreme(root: Path, layer: torch.nn.Module) -> Any:
+def _extreme(root: Path, layers: list[torch.nn.Module]) -> Any:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
-    return one_pass(layer, data)
+    return [one_pass(pyg_sar.distribute(copy.deepcopy(layer)), data) for layer in layers]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_ten_thousand(sign: int, tmp_path: Path) -> None:
+def test_scores_of_ten_thousand(root: Path) -> None:
     data = stars()
-    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    plain = plain_gat().double()
-    with torch.no_grad():
-        plain.att_src *= 1e4
-        plain.att_dst *= sign * 1e5
-    expected = single_process(plain, data)
-    assert expected.out.isfinite().all()
-    # Exponents of numbers like these have a relative error of 1e4 eps.
-    found = errors(workers(_extreme, 3, tmp_path / "parts", plain), expected)
-    assert max(found.values()) < 1e-8
+    layers: list[torch.nn.Module] = []
+    for sign in (1, -1):
+        plain = plain_gat().double()
+        with torch.no_grad():
+            plain.att_src *= 1e4
+            plain.att_dst *= sign * 1e5
+        layers.append(plain)
+    found = workers(_extreme, 3, root, layers)
+    for layer, *each in zip(layers, *found, strict=True):
+        expected = single_process(layer, data)
+        assert expected.out.isfinite().all()
+        # Exponents of numbers like these have a relative error of 1e4 eps.
+        assert max(errors(each, expected).values()) < 1e-8
 
 
 BAD = (torch.nan, torch.inf, -torch.inf)
@@ -236,17 +244,16 @@ def _finite(root: Path, layers: list[torch.nn.Module]) -> list[Tensor]:
     return found
 
 
-def test_nan_and_inf_spread_as_in_pyg(tmp_path: Path) -> None:
+def test_nan_and_inf_spread_as_in_pyg(root: Path) -> None:
     """Of a target of all, whose query goes to the others, and of another node."""
     data, expected = stars(), []
-    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     layers = [LAYERS[name]().double() for name in ("gat, no loops", "gatv2", "transformer")]
     for bad in BAD:
         x = data.x.clone()
         x[[3, 20], [1, 2]] = bad
         expected += [layer(x, data.edge_index).isfinite() for layer in layers]
     assert all(finite.any() and not finite.all() for finite in expected)
-    for found in workers(_finite, 3, tmp_path / "parts", layers):
+    for found in workers(_finite, 3, root, layers):
         assert all(map(torch.equal, found, expected))
 
 
@@ -294,10 +301,9 @@ def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
     return found
 
 
-def test_pulled_and_pushed_edges_drop_the_same(tmp_path: Path) -> None:
-    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+def test_pulled_and_pushed_edges_drop_the_same(root: Path) -> None:
     policies = (SARPolicy(push="off"), *POLICIES[1:4])
-    for found in workers(_masks, 3, tmp_path / "parts", policies):
+    for found in workers(_masks, 3, root, policies):
         for start in range(0, len(found), len(policies)):
             first, *others = found[start : start + len(policies)]
             for other in others:
@@ -494,6 +500,10 @@ def test_near_costs_have_good_covers() -> None:
 # Passes #######################################################################
 
 
+def _twice_each(root: Path) -> list[list[tuple[Tensor, Tensor]]]:
+    return [_twice(root, mode) for mode in (1, 2)]
+
+
 def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
@@ -514,14 +524,9 @@ def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _twice_each(root: Path) -> list[list[tuple[Tensor, Tensor]]]:
-    return [_twice(root, mode) for mode in (1, 2)]
-
-
-def test_several_backward_passes(tmp_path: Path) -> None:
-    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    for modes in workers(_twice_each, 3, tmp_path / "parts"):
-        for first, second in modes:
+def test_several_backward_passes(root: Path) -> None:
+    for found in workers(_twice_each, 3, root):
+        for first, second in found:
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
             assert all(a.abs().max() > 0 for a in first)
 
@@ -544,10 +549,9 @@ def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
     return found
 
 
-def test_half_precision_loses_no_more_than_pulling(tmp_path: Path) -> None:
-    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+def test_half_precision_loses_no_more_than_pulling(root: Path) -> None:
     pushed = SARPolicy()
     policies = (pushed, SARPolicy(push="off"), pushed)
-    found = workers(_half, 3, tmp_path / "parts", policies)[0]
+    found = workers(_half, 3, root, policies)[0]
     for exact, pulled, pushed in zip(*found, strict=True):
         assert (pushed - exact).norm() <= 2 * (pulled - exact).norm()

@@ -251,14 +251,6 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
 
 
-def test_sizes_that_are_numbers_are_the_graphs(tmp_path: Path):
-    """``size_i`` and the like count nodes of the whole graph; where they are lengths, too, not."""
-    jobs = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
-    wrong, outcomes = judge(tmp_path, 3, graph(), jobs, start=parts)
-    assert not wrong, wrong
-    assert not any(map(any, outcomes)), outcomes
-
-
 UPDATES = (
     "inputs + scatter(x_j, index, 0, dim_size, 'sum')",
     "inputs / dim_size",
@@ -267,10 +259,16 @@ UPDATES = (
 )
 
 
-def test_update_that_asks_for_edges(tmp_path: Path):
-    """It may do what a message may, at nodes."""
-    names = [Program(f"update {line}", ("return x_j",), "", "sum") for line in UPDATES]
-    wrong, outcomes = judge(tmp_path, 3, graph(), [(p, [SARPolicy(), POLICIES[3]]) for p in names])
+def test_sizes_that_are_numbers_and_updates_that_ask_for_edges(tmp_path: Path):
+    """``size_i`` and the like count nodes of the whole graph; where they are lengths, too, not.
+
+    An ``update`` may do at nodes what a message may.
+    """
+    jobs = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
+    for line in UPDATES:
+        program = Program(f"update {line}", ("return x_j",), "", "sum")
+        jobs.append((program, [SARPolicy(), POLICIES[3]]))
+    wrong, outcomes = judge(tmp_path, 3, graph(), jobs, start=parts)
     assert not wrong, wrong
     assert not any(map(any, outcomes)), outcomes
 

@@ -214,10 +214,8 @@ CASES = [(name, when) for name in CHANGES if name not in REFUSED for when in WHE
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("parts") / "2"
-    pyg_sar.write_partitions(GRAPH, 2, folder, "random")
-    return folder
+def root(partitions: Partitions) -> Path:
+    return partitions(GRAPH, 2)
 
 
 def same(results: Any, expected: Any, cases: list[Any]) -> None:

@@ -31,12 +31,12 @@ from torch_geometric.nn.aggr import (
 from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
-from pyg_sar.message.dependence import Dependence
+from pyg_sar.message.dependence import Dependence, Observation
 from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import other_draws, pads
-from pyg_sar.message.message_checks import RowAgreement, maximum, row_levels
+from pyg_sar.message.message_checks import maximum, row_levels, without_rows
 from pyg_sar.message.program import TileProgram
-from pyg_sar.message.row_wise import RowWise
+from pyg_sar.message.row_wise import RowCheck, RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.reduction.parameters import first_difference
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -159,7 +159,8 @@ class Chooser:
         self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
         self.comm = edge_index.plan.comm
         self.title = title_of(layer)
-        self.rows = RowAgreement(layer, edge_index, kwargs, self.title)
+        self.levels: tuple[dict[str, bool], dict[str, int]] = {}, {}
+        self.seen: Observation | None = None
 
     def choice(self, strategy: str, reason: str) -> Choice:
         """The choice for a call whose layer allows ``strategy`` by its definition.
@@ -194,16 +195,16 @@ class Chooser:
             choices[key, switches] = known
             facts.found(known.rows is not None and known.rows.mine.asks)
         # Of this graph, which may be another one than the last.
-        return replace(known, sizes=self.rows.sizes()) if known.sizes else known
+        return replace(known, sizes=self._sizes()) if known.sizes else known
 
     def _still_holding(self, known: Choice) -> Choice | None:
         """The choice where the layer, some of whose attributes changed, needs the same as before,
         but for numbers of an attention.
         """
         if known.rows is not None:
-            self.rows.levels = known.rows.edges, known.rows.nodes
-            mine = self.rows.look(*self.rows.levels, "message")
-            self.rows.refuse(mine.refused, self.comm.rank)
+            self.levels = known.rows.edges, known.rows.nodes
+            mine = self._found(*self.levels, "message")
+            self._refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return None
         if known.needs is None:  # One shot.
@@ -233,10 +234,10 @@ class Chooser:
                 )
         if found is None:
             levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs)
-            mine, agreed = self.rows.agree(levels, nodes, "message")
+            mine, agreed = self._agree_on_rows(levels, nodes, "message")
             found = RowsFound(mine, levels, nodes, agreed)
-        self.rows.levels = found.edges, found.nodes
-        sizes = self.rows.sizes() if found.agreed.numbers else {}
+        self.levels = found.edges, found.nodes
+        sizes = self._sizes() if found.agreed.numbers else {}
         choice = self._chosen(strategy, reason, found.agreed, sizes)
         return replace(choice, sizes=sizes, rows=found)
 
@@ -275,11 +276,11 @@ class Chooser:
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, method)
         with other_draws(self.layer):  # It runs once more, for all edges.
             if key in known:  # Each worker looks again by itself.
-                mine, keeps = self.rows.look(levels, nodes, method), known[key]
-                self.rows.refuse(mine.refused, self.comm.rank)
+                mine, keeps = self._found(levels, nodes, method), known[key]
+                self._refuse(mine.refused, self.comm.rank)
             else:
                 self._agree_on_call(str(key))
-                mine, agreed = self.rows.agree(levels, nodes, method)
+                mine, agreed = self._agree_on_rows(levels, nodes, method)
                 known[key] = keeps = agreed.keeps
         known[key, switches] = keeps
         facts.found(mine.asks)
@@ -328,14 +329,9 @@ class Chooser:
         choice = Choice(
             strategy,
             needs,
-            self.rows.levels[0],
+            self.levels[0],
             min(budgets),
-            tuple(
-                torch.empty(
-                    0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
-                )
-                for shape, dtype in rows
-            ),
+            tuple(without_rows(shape, dtype, device) for shape, dtype in rows),
             tuple(sets),
             look.needs,
             sums=None if look.program is None else _sums_of(look.program, needs),
@@ -352,7 +348,7 @@ class Chooser:
                 self.layer,
                 self.edge_index,
                 self.kwargs,
-                self.rows.levels[0],
+                self.levels[0],
                 reductions.groups,
                 complete,
                 most_edges(self.layer, self.edge_index, complete),
@@ -360,7 +356,7 @@ class Chooser:
             )
             reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
             linear = complete or reductions.linear
-            needs = self.rows.observation().needs(program, reads, linear)
+            needs = self._observation().needs(program, reads, linear)
             rows, sets = program.out_rows, program.sets
             _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
@@ -379,6 +375,78 @@ class Chooser:
             budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
         per_edge: int = program.row_bytes() + program.message_bytes
         return max(budget // max(per_edge, 1), 1)
+
+    # Rows of the message #####################################################
+
+    def _found(self, levels: dict[str, bool], nodes: dict[str, int], method: str) -> RowWise:
+        """Returns what this worker finds."""
+        try:
+            check = RowCheck(self.layer, self.edge_index, self.kwargs, levels, nodes, method)
+        except NeedsAllEdges:  # PyG itself says better what is wrong.
+            return RowWise()
+        found = check.found()
+        self.seen = check.seen
+        if found.refused and nodes and self.comm.world_size == 1:
+            # It has all edges, and all nodes: it may read these by any id.
+            again = self._found(levels, {}, method)
+            return found if again.refused else again
+        return found
+
+    def _observation(self) -> Observation:
+        """Returns a watched run of the message.
+
+        Raises:
+            NeedsAllEdges: There is none.
+        """
+        if self.seen is None:
+            self._found(*self.levels, "message")
+        if self.seen is None:
+            raise NeedsAllEdges("it reads a tensor of the whole graph")
+        return self.seen
+
+    def _agree_on_rows(
+        self, levels: dict[str, bool], nodes: dict[str, int], method: str
+    ) -> tuple[RowWise, RowWise]:
+        """Returns what this worker found about the message's rows, and what all did."""
+        mine = self._found(levels, nodes, method)
+        said = [mine.refused, list(mine.updates), mine.numbers, list(mine.keeps)]
+        row = mine.rows
+        shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
+        everyone = self.comm.all_gather_object([said, shape])
+        known = [found for found, _ in everyone]
+        for rank, found in enumerate(known):
+            self._refuse(found[0], rank, together=True)
+        rows = next((found for _, found in everyone if found), None)
+        agreed = RowWise(
+            refused=next((found[0] for found in known if found[0]), ""),
+            updates=tuple(sorted({name for found in known for name in found[1]})),
+            keeps=tuple(sorted({name for found in known for name in found[3]})),
+            numbers=all(found[2] for found in known),
+            rows=None if rows is None else without_rows(rows[0], rows[1], self.edge_index.device),
+        )
+        return mine, agreed
+
+    def _sizes(self) -> dict[str, Any]:
+        """Returns the whole graph's numbers of nodes as a message gets them. Collective, once."""
+        edges = self.edge_index
+
+        def count() -> list[int]:
+            here = [edges.plan.num_local, edges.num_targets]
+            return [sum(column) for column in zip(*self.comm.all_gather_object(here), strict=True)]
+
+        sources, targets = edges.remember_together("sizes", count)
+        both = [sources, targets] if self.layer.flow == "source_to_target" else [targets, sources]
+        return {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
+
+    def _refuse(self, reason: str, rank: int, *, together: bool = False) -> None:
+        """Raises where workers can't do what one process does; ``together``: all of them do."""
+        if reason and self.comm.world_size > 1:
+            error = DistributedIndexError(
+                f"{self.title} can't be computed from each worker's own edges (rank {rank}): "
+                f"{reason}"
+            )
+            error.mixes_edges = together
+            raise error
 
     # What the workers must see alike #########################################
 
@@ -421,11 +489,10 @@ def _refuse_states_of_integers(
 
 def needs_sorted_edges(layer: Any) -> bool:
     """True where the aggregation may ask for edges by target, in the whole graph's order."""
-    known = is_known(layer)
-    return not known or any(
-        decompose(m) is None and type(m) not in _UNSORTED
-        for m in ([layer.aggr_module] if layer.aggr_module is not None else [])
-    )
+    used = layer.aggr_module
+    if used is None or not is_known(layer):
+        return not is_known(layer)
+    return decompose(used) is None and type(used) not in _UNSORTED
 
 
 def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:

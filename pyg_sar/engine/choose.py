@@ -28,13 +28,14 @@ from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
-from pyg_sar.message.attention_trace import AttentionOf, attention_in
 from pyg_sar.message.decompose import PLAIN, Decomposition
+from pyg_sar.message.dependence import Dependence
 from pyg_sar.message.edge_draws import EdgeDraws
+from pyg_sar.message.formulas import formula_of
 from pyg_sar.message.layer_facts import hooks_of, is_plain_module, pristine
 from pyg_sar.message.layer_state import preserved_attributes
 from pyg_sar.message.program import TileProgram, check_nodes
-from pyg_sar.message.recording import Products, Recording
+from pyg_sar.message.recording import Recording
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -199,8 +200,10 @@ def _check_sums(
     check_nodes(rows, layer.node_dim, plan.num_local, source, plan.rank)
     if weight is not None:
         _check_edges(weight, edge_index, title)
-    if own:
-        _check_message(layer, edge_index, kwargs, choice, title)
+    if own and choice.needs is not None:
+        groups = decomposition_of(layer, False).groups
+        given = layer, edge_index, kwargs, choice.edge_level, groups
+        _check_formula(TileProgram(*given, sizes=choice.sizes), edge_index, choice.needs, title)
 
 
 def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
@@ -217,13 +220,19 @@ def own_attention(
 ) -> Attention | None:
     """Returns the attention that a message of one's own is; ``None`` where it is none.
 
-    See [Note: attention by operators]. Before its random numbers are drawn.
+    See [Note: formulas by operators]. Before its random numbers are drawn.
 
     Raises:
         DistributedIndexError: When the message is another one than it was.
     """
-    found = None if choice.needs is None else choice.needs.attention
-    if found is None or layer.policy.kernels == "off" or layer.policy.strategy == "chunked":
+    needs = choice.needs
+    found = None if needs is None else needs.attention
+    if (
+        needs is None
+        or found is None
+        or layer.policy.kernels == "off"
+        or layer.policy.strategy == "chunked"
+    ):
         return None
     plain = is_plain_module(layer.aggr_module, SumAggregation) and not hooks_of(layer, "message")
     plain &= pristine(layer, "aggregate", of=MessagePassing)
@@ -231,7 +240,8 @@ def own_attention(
         return None
     groups = decomposition_of(layer, False).groups
     program = TileProgram(layer, edge_index, kwargs, choice.edge_level, groups, sizes=choice.sizes)
-    _check_attention(program, edge_index, found)
+    title = f"{title_of(layer)} at rank {edge_index.plan.rank}"
+    _check_formula(program, edge_index, needs, title)
     parameter = None
     if found.att:
         path, _, name = found.att.rpartition(".")
@@ -254,9 +264,11 @@ def own_attention(
     return attention if alike and made_for(first) else None
 
 
-def _check_attention(program: TileProgram, edge_index: DistEdgeIndex, found: AttentionOf) -> None:
-    """Raises where a message, tried on an edge, is not the attention that it was."""
-    layer, edge = program.layer, _an_edge(program, edge_index)
+def _check_formula(
+    program: TileProgram, edge_index: DistEdgeIndex, needs: Dependence, title: str
+) -> None:
+    """Raises where a message, tried on an edge, is not the formula that it was."""
+    edge = _an_edge(program, edge_index)
     if edge is None:
         return
     tile, values = edge
@@ -265,13 +277,14 @@ def _check_attention(program: TileProgram, edge_index: DistEdgeIndex, found: Att
     for operand, row in zip(program.operands, values, strict=True):
         if row is not None:
             row.requires_grad_(operand.tensor.requires_grad)
-    fork, kept = torch.random.fork_rng(devices), preserved_attributes(layer, buffers=True)
+    kept = preserved_attributes(program.layer, buffers=True)
     recording = Recording()
-    with kept, fork, torch.enable_grad(), recording.saving(), recording:
+    with kept, torch.random.fork_rng(devices), torch.enable_grad(), recording.saving(), recording:
         message, *_ = program.call(values, given)
-    now = attention_in(recording, program, values, tile.index, message)
-    if now is None or now[0] != found:
-        raise changed_message(f"{title_of(layer)} at rank {edge_index.plan.rank}")
+    now = formula_of(recording, program, values, tile.index, message)
+    before = needs.source, needs.product, needs.attention
+    if (now.source, now.product, now.attention) != before:
+        raise changed_message(title)
 
 
 def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
@@ -313,28 +326,6 @@ def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
             warn_if_missing_on(edge_index.device)
         return None
     return way
-
-
-def _check_message(
-    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice, title: str
-) -> None:
-    """Raises where the message, tried on an edge, is not what it was when it was analysed."""
-    groups = decomposition_of(layer, False).groups
-    given = layer, edge_index, kwargs, choice.edge_level, groups
-    program = TileProgram(*given, sizes=choice.sizes)
-    edge = _an_edge(program, edge_index)
-    if edge is None:
-        return
-    tile, values = edge
-    with torch.no_grad(), preserved_attributes(layer, buffers=True), Recording() as recording:
-        messages = [one.messages for one in program.run(tile, values, Reductions())]
-    needs, products = choice.needs, Products(recording, program, values)
-    if needs is not None and needs.product is not None:
-        same = products.found(messages) == needs.product
-    else:
-        same = needs is not None and products.is_source(messages, values[needs.source])
-    if not same:
-        raise changed_message(title)
 
 
 def _an_edge(

@@ -308,10 +308,7 @@ def edge_dot(
     """
     check_not_recorded("edge_dot", rows, gradient)
     multiply = _operator("edge_dot", rows, native)
-    try:
-        found: Tensor = multiply(rows, gradient, source, offsets, targets, edges)
-    except RuntimeError as error:
-        raise named(error) from None
+    found: Tensor = run(multiply, rows, gradient, source, offsets, targets, edges)
     return found
 
 
@@ -441,12 +438,8 @@ def _bernoulli_rows(
     return ids.new_empty(ids.size(0), width, dtype=torch.bool), state.new_empty(state.shape)
 
 
-def _columns(x: Tensor) -> Tensor:
+def _columns(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(2, x.size(1), dtype=torch.float64)
-
-
-def _column_products(gradient: Tensor, x: Tensor, shift: Tensor) -> Tensor:
-    return _columns(x)
 
 
 def _scale_rows(x: Tensor, *others: Any) -> Tensor:
@@ -468,7 +461,7 @@ _SHAPES: dict[str, Any] = {
     "philox_rows": _philox_rows,
     "bernoulli_rows": _bernoulli_rows,
     "column_moments": _columns,
-    "column_products": _column_products,
+    "column_products": _columns,
     "scale_rows": _scale_rows,
 }
 

@@ -325,6 +325,9 @@ class AggregateCheck:
         rows: Its messages, without rows ``[0, *]``.
         arguments: What ``aggregate`` takes beside messages, ``index`` and sizes, for the sample.
         levels: Which of these have a row per ``'edge'`` of it, or per ``'node'``.
+
+    Attributes:
+        updates: Attributes and buffers that it changes by itself, where it can run over workers.
     """
 
     def __init__(
@@ -342,9 +345,10 @@ class AggregateCheck:
         self.messages = values.to(rows.dtype).to(rows.device)
         self.index = torch.arange(EDGES, device=rows.device) * TARGETS // EDGES
         self.gives: type = Tensor
+        self.updates = set[str]()
 
-    def found(self, knows_order: bool, watching: Watching) -> tuple[str, tuple[str, ...]]:
-        """Returns why it can't run over workers (or an empty string), and what it changes itself.
+    def found(self, knows_order: bool, watching: Watching) -> str:
+        """Returns why it can't run over workers; an empty string where it can.
 
         Args:
             knows_order: The edges' order in the whole graph is known.
@@ -354,16 +358,16 @@ class AggregateCheck:
         every = torch.arange(EDGES, device=self.index.device)
         whole, changed = self._run(every, watching=watching)
         if not issubclass(self.gives, Tensor):
-            return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}", ()
+            return f"its aggregate() gives a {self.gives.__name__}{NOT_KNOWN}"
         if not self.messages.is_floating_point():
-            return "", ()
+            return ""
         if whole is None or self._leaves_out(every):
             return (
                 "its aggregate() does not give a row to each target, also to the last ones without "
                 "edges: give scatter() the dim_size that aggregate() gets"
-            ), ()
+            )
         if not alike(whole, self._run(every)[0]):
-            return "", ()  # random also in evaluation: nothing can be told
+            return ""  # random also in evaluation: nothing can be told
         changes = Changes()
         for target in range(TARGETS):
             alone, others = self._run(every[self.index == target])
@@ -373,19 +377,19 @@ class AggregateCheck:
                     "its aggregate() mixes messages to different targets, of which a worker has "
                     "some only, or computes with the number of targets: do that on node features, "
                     "after propagate()"
-                ), ()
+                )
         many = self._run(every.repeat(_COPIES))[0]
         middle = slice(_COPIES // 2 * TARGETS, (_COPIES // 2 + 1) * TARGETS)
         if many is None or not alike(many[middle], whole):
             return (
                 "its aggregate() does something else with many edges, or targets, than with a few, "
                 "of which each worker has its own: let it compute the same for any number"
-            ), ()
+            )
         if changes.refused:
             return (
                 f"its aggregate() changes '{changes.refused}' by the messages that it gets, of "
                 "which each worker has its own"
-            ), ()
+            )
         if not knows_order:
             back = every.flip(0)
             again = self._run(back[self.index[back].argsort(stable=True)])[0]
@@ -393,8 +397,9 @@ class AggregateCheck:
                 return (
                     "its aggregate() depends on the order of a node's edges, which is not known "
                     "after reversing or permuting them"
-                ), ()
-        return "", tuple(sorted(set(changes.updates)))
+                )
+        self.updates = set(changes.updates)
+        return ""
 
     def _leaves_out(self, every: Tensor) -> bool:
         """Says if a last target without edges gets no row. Errors there are one process's, too."""

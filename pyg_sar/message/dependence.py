@@ -9,8 +9,8 @@ A run of the message on a few edges is watched. Three things are read off:
    world (``.item()``) are opaque: case 2.
 2. *Reductions over targets* inside the message, and whether the message is linear in what they
    normalise (see [Note: softmax over targets]).
-3. *Whether the message is the source rows themselves*, so that nothing need be recorded at all,
-   or their product with a number per edge (see [Note: products] of ``recording.py``).
+3. *Whether the message is a formula that kernels know*, such as the source rows themselves, so that
+   nothing need be recorded at all (see [Note: formulas by operators] of ``formulas.py``).
 
 The run is one of two by which :mod:`pyg_sar.message.row_wise` tells if a message treats each edge
 alone. Its operators are recorded; a softmax is tried by running these again, without the message.
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.message.attention_trace import AttentionOf, attention_in, is_by_pyg
+from pyg_sar.message.formulas import AttentionOf, Formula, formula_of, is_by_pyg
 from pyg_sar.message.layer_facts import standing_in
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import Mapped, TileProgram
-from pyg_sar.message.recording import Products, Recording
+from pyg_sar.message.recording import Recording
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, spread
 from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.space.distributed_index import storage_of
@@ -264,16 +264,15 @@ class Observation:
         opaque = _check_graph(roots, self._leaves, self._begin)
         recording, tile = self.recording, self._tile
         known = *self._known, *self._tables
-        products = Products(recording, program, self.values)
-        messages = [one.messages for one in mapped]
-        sources = {k: self.values[k] for k in program.numbers("source")}
-        same = [k for k, rows in sources.items() if products.is_source(messages, rows)]
-        reads = recording.needs_values(sources.values(), self._read)
+        formula = Formula() if opaque else self._formula(program)
+        plain = not complete and all(group.premap is None for group in program.groups)
+        sources = [self.values[k] for k in program.numbers("source")]
+        reads = recording.needs_values(sources, self._read)
         reads |= opaque or values_needed
         return Dependence(
             needs_gradient=bool(roots),
             needs_sources=bool(roots) and (reads or bool(pattern)),
-            source=same[0] if same and not complete else -1,
+            source=formula.source if plain else -1,
             pattern=pattern,
             saved_bytes_per_edge=recording.saved_bytes(known) / tile.num_edges,
             message_bytes=program.message_bytes,
@@ -282,25 +281,23 @@ class Observation:
                 (tile.source, *self._own, *known),
                 tile.index,
             ),
-            product=None if complete else products.found(messages),
-            attention=None if opaque else self._attention(program),
+            product=formula.product if plain else None,
+            attention=formula.attention,
             reads_outside=outside_of(self._layer).changes,
         )
 
-    def _attention(self, program: TileProgram) -> AttentionOf | None:
-        if (self._layer.message.__module__ or "").startswith("torch_geometric."):
-            return None  # Those are known by the layer's class.
+    def _formula(self, program: TileProgram) -> Formula:
         index, values, message = self._tile.index, self.values, self._out
-        known = attention_in(self._alone, program, values, index, message)
-        if known is None:
-            return None
-        found, factors = known
-        att = dict(program.layer.named_parameters()).get(found.att)
+        found = formula_of(self._alone, program, values, index, message)
+        if (self._layer.message.__module__ or "").startswith("torch_geometric."):
+            return found._replace(attention=None)  # Those are known by the layer's class.
+        name = "" if found.attention is None else found.attention.att
+        att = dict(program.layer.named_parameters()).get(name)
         if att is not None:  # A leaf stands for it, unless it is frozen.
             own = storage_of(att)
             att = next((t for t in self._known if storage_of(t) == own), att)
-        right = is_by_pyg(found, factors, values, att, index, message)
-        return found if right else None
+        known = found != Formula()
+        return found if known and is_by_pyg(found, values, att, index, message) else Formula()
 
     # Softmax #################################################################
 

@@ -410,82 +410,60 @@ class Snapshot:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        self._modules = [(name, module) for name, module in layer.named_modules()]
-        self._attributes = [dict(module.__dict__) for _, module in self._modules]
-        self._contents = [
-            {
-                key: copy.copy(value) if _is_record(value) else _copied(value)
-                for key, value in module.__dict__.items()
-                if key not in _INTERNAL and (isinstance(value, _CONTAINERS) or _is_record(value))
-            }
-            for _, module in self._modules
+        self._registries = [
+            (f"{title}." if title else "", registry, dict(registry))
+            for title, module in layer.named_modules()
+            for registry in (module.__dict__, module._buffers)
         ]
-        self._buffers = [dict(module._buffers) for _, module in self._modules]
-        plain = [
-            {
-                key: value
-                for key, value in kept.items()
-                if isinstance(value, Tensor) and not isinstance(value, TileValue)
-            }
-            for kept in self._attributes
-        ]
-        self._values = {
-            id(b): (b, b.detach().clone(), version_of(b))
-            for kept in [*self._buffers, *plain]
-            for b in kept.values()
-            if b is not None
-        }
+        own = [v for *_, kept in self._registries for k, v in kept.items() if k not in _INTERNAL]
+        tensors = [v for v in own if isinstance(v, Tensor) and not isinstance(v, TileValue)]
+        others = [v for v in own if isinstance(v, _CONTAINERS) or _is_record(v)]
+        self._versions = {id(v): version_of(v) for v in tensors}
+        self._values = {id(v): (v, v.detach().clone()) for v in tensors}
+        self._values |= {id(v): (v, _apart(v)) for v in others}
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Returns names, values before and values now of what changed."""
-        for (title, module), before, contents, buffers in zip(
-            self._modules, self._attributes, self._contents, self._buffers, strict=True
-        ):
-            prefix = f"{title}." if title else ""
-            for key, value in module.__dict__.items():
+        for prefix, registry, before in self._registries:
+            for key, value in registry.items():
+                old = before.get(key)
+                _, saved = self._values.get(id(old), (old, old))
                 if key in _INTERNAL:
-                    continue
-                old: Any = before.get(key)
-                if key in contents and value is before[key]:
-                    if not _alike(value, contents[key]):
-                        now = copy.copy(value) if _is_record(value) else _copied(value)
-                        yield prefix + key, contents[key], now
+                    changed = False
+                elif value is old:
+                    changed = saved is not old and self._written(old) and not _alike(old, saved)
                 elif isinstance(value, Tensor):
-                    if value is not old:
-                        yield prefix + key, old, value
-                    elif id(value) in self._values and self._written(value):
-                        yield prefix + key, self._values[id(value)][1], value
-                elif isinstance(value, (*_NUMBERS, *_CONTAINERS)) and not _alike(value, old):
-                    yield prefix + key, old, _copied(value)
-            for key, buffer in module._buffers.items():
-                old = buffers.get(key)
-                if buffer is None or (buffer is old and not self._written(buffer)):
-                    continue
-                saved = None if old is None else self._values[id(old)][1]
-                if buffer is not old or not _alike(buffer, saved):
-                    yield prefix + key, saved, buffer
+                    changed = True
+                else:
+                    changed = isinstance(value, (*_NUMBERS, *_CONTAINERS))
+                    changed = changed and not _alike(value, saved)
+                if changed:
+                    yield prefix + key, saved, _apart(value)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back."""
-        for (_, module), before, contents, buffers in zip(
-            self._modules, self._attributes, self._contents, self._buffers, strict=True
-        ):
-            for key in [key for key in module.__dict__ if key not in before]:
-                del module.__dict__[key]
-            module.__dict__.update(before)
-            for key, value in contents.items():
-                _refill(before[key], value)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, saved, _ in self._values.values():
-            if self._written(buffer):
-                buffer.detach().copy_(saved)
+        for _, registry, before in self._registries:
+            for key in registry.keys() - before.keys():
+                del registry[key]
+            registry.update(before)
+        for value, saved in self._values.values():
+            if not isinstance(value, Tensor):
+                _refill(value, saved)
+            elif self._written(value):
+                value.detach().copy_(saved)
 
-    def _written(self, buffer: Tensor) -> bool:
-        """Says if somebody wrote into a buffer."""
-        _, saved, version = self._values[id(buffer)]
-        return version_of(buffer) != version or (version < 0 and not _alike(buffer, saved))
+    def _written(self, value: Any) -> bool:
+        """Says if somebody wrote into it."""
+        saved, version = self._values[id(value)][1], self._versions.get(id(value), -1)
+        if version >= 0:
+            return version_of(value) != version
+        return not _alike(value, saved)
+
+
+def _apart(value: Any) -> Any:
+    """Returns a copy of a container, or of an object with fields; else the value."""
+    return copy.copy(value) if _is_record(value) else _copied(value)
 
 
 def _copied(value: Any, leaf: Callable[[Any], Any] = lambda value: value) -> Any:

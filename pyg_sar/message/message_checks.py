@@ -1,4 +1,4 @@
-"""The facts about a message that all workers agree on: levels of tensors, what rows it mixes."""
+"""The levels of tensors that messages take, on which all workers agree."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.dependence import Observation
 from pyg_sar.message.program import DeferredEdge
-from pyg_sar.message.row_wise import RowCheck, RowWise
-from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.space.index_space import DistEdgeIndex
-
-# Levels of tensors ############################################################
 
 
 def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -88,97 +83,7 @@ def refuse_batched_edges(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str
             )
 
 
-# Rows of a message ############################################################
-
-
-class RowAgreement:
-    """Looks at the message of one call, together with the other workers.
-
-    Args:
-        layer: The layer.
-        edge_index: Distributed edges.
-        kwargs: Keyword arguments of ``propagate``.
-        title: What to call the layer.
-    """
-
-    def __init__(
-        self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], title: str
-    ) -> None:
-        self.layer, self.edges, self.kwargs, self.title = layer, edge_index, kwargs, title
-        self.comm = edge_index.plan.comm
-        self.levels: tuple[dict[str, bool], dict[str, int]] = {}, {}
-        self.seen: Observation | None = None
-
-    def look(self, levels: dict[str, bool], nodes: dict[str, int], method: str) -> RowWise:
-        """Returns what this worker finds."""
-        try:
-            check = RowCheck(self.layer, self.edges, self.kwargs, levels, nodes, method)
-        except NeedsAllEdges:  # PyG itself says better what is wrong.
-            return RowWise()
-        found = check.found()
-        self.seen = check.seen
-        if found.refused and nodes and self.comm.world_size == 1:
-            # It has all edges, and all nodes: it may read these by any id.
-            again = self.look(levels, {}, method)
-            return found if again.refused else again
-        return found
-
-    def observation(self) -> Observation:
-        """Returns a watched run of the message.
-
-        Raises:
-            NeedsAllEdges: There is none.
-        """
-        if self.seen is None:
-            self.look(*self.levels, "message")
-        if self.seen is None:
-            raise NeedsAllEdges("it reads a tensor of the whole graph")
-        return self.seen
-
-    def agree(
-        self, levels: dict[str, bool], nodes: dict[str, int], method: str
-    ) -> tuple[RowWise, RowWise]:
-        """Returns what this worker found about the message's rows, and what all did."""
-        edges, mine = self.edges, self.look(levels, nodes, method)
-        said = [mine.refused, list(mine.updates), mine.numbers, list(mine.keeps)]
-        row = mine.rows
-        shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
-        everyone = self.comm.all_gather_object([said, shape])
-        known = [found for found, _ in everyone]
-        for rank, found in enumerate(known):
-            self.refuse(found[0], rank, together=True)
-        shapes = [found for _, found in everyone if found]
-        rows = None
-        if shapes:
-            dtype = getattr(torch, shapes[0][1].removeprefix("torch."))
-            rows = torch.empty(0, *shapes[0][0], dtype=dtype, device=edges.device)
-        agreed = RowWise(
-            refused=next((found[0] for found in known if found[0]), ""),
-            updates=tuple(sorted({name for found in known for name in found[1]})),
-            keeps=tuple(sorted({name for found in known for name in found[3]})),
-            numbers=all(found[2] for found in known),
-            rows=rows,
-        )
-        return mine, agreed
-
-    def sizes(self) -> dict[str, Any]:
-        """Returns the whole graph's numbers of nodes as a message gets them. Collective, once."""
-        edges = self.edges
-
-        def count() -> list[int]:
-            here = [edges.plan.num_local, edges.num_targets]
-            return [sum(column) for column in zip(*self.comm.all_gather_object(here), strict=True)]
-
-        sources, targets = edges.remember_together("sizes", count)
-        both = [sources, targets] if self.layer.flow == "source_to_target" else [targets, sources]
-        return {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
-
-    def refuse(self, reason: str, rank: int, *, together: bool = False) -> None:
-        """Raises where workers can't do what one process does; ``together``: all of them do."""
-        if reason and self.comm.world_size > 1:
-            error = DistributedIndexError(
-                f"{self.title} can't be computed from each worker's own edges (rank {rank}): "
-                f"{reason}"
-            )
-            error.mixes_edges = together
-            raise error
+def without_rows(shape: Sequence[int], dtype: str, device: torch.device) -> Tensor:
+    """Returns a tensor ``[0, *shape]`` of a dtype by its name, as workers tell each other."""
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    return torch.empty(0, *shape, dtype=kind, device=device)

@@ -4,10 +4,6 @@ They are those below autograd (``aten``), of which every other is composed, with
 results, in inference mode as well. Tensors are followed by their memory, so that views and writes
 in place need no care.
 
-[Note: products] ``edge_weight.view(-1, 1) * x_j`` is the message of GCNConv, GraphConv and many
-others. That a message is one is read off what it does: one multiplication, of the source rows and
-of a view of a tensor with one number per edge, and nothing else that touches any of the three.
-
 [Note: reads of nodes] ``x_j`` and ``x_i`` are read by the edges' ends, over workers too. A message
 that indexes a tensor of this worker's nodes itself, with ids that came with an edge or that it
 computed, would read this worker's rows where it means another's. Such a tensor can't be told from a
@@ -25,13 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyg_sar.message.program import TileProgram
 from pyg_sar.space.distributed_index import storage_of
 from pyg_sar.tensors.nested import mapped, tensors_in
 
-_VIEWS = frozenset({
-    "_reshape_alias", "_unsafe_view", "alias", "detach", "slice", "unsqueeze", "view",
-})  # fmt: skip
 _READERS = frozenset({"_unsafe_index", "embedding", "gather", "index", "index_select", "take"})
 _REDUCES = ("index_add", "scatter")
 
@@ -106,10 +98,10 @@ class Recording(Operators):
         """
         derived = {storage_of(t) for t in sources}
         for _, args, kwargs, out in self.calls:
-            if any(storage_of(t) in derived for t in _dense_in(args, kwargs)):
+            if any(storage_of(t) in derived for t in dense_in(args, kwargs)):
                 if any(r is not None and not isinstance(r, Tensor) for r in tree_leaves(out)):
                     return True
-                derived |= {storage_of(t) for t in _dense_in(out)}
+                derived |= {storage_of(t) for t in dense_in(out)}
         return any(storage_of(t) in derived for t in (*self.saved, *read))
 
     def reads_nodes(self, counts: Iterable[int], own: Iterable[Tensor], targets: Tensor) -> bool:
@@ -125,7 +117,7 @@ class Recording(Operators):
         lengths, index = set(counts) - {0}, storage_of(targets)
         made, nodes = {storage_of(t) for t in (*own, targets)}, set[int]()
         for func, args, kwargs, out in self.calls:
-            inputs = _dense_in(args, kwargs)
+            inputs = dense_in(args, kwargs)
             outside = (t for t in inputs if storage_of(t) not in made)
             nodes |= {storage_of(t) for t in outside if _is_long(t, lengths)}
             if _name(func) in _READERS and storage_of(args[0]) in nodes:
@@ -133,7 +125,7 @@ class Recording(Operators):
                 if ids and all(storage_of(t) != index for t in ids):
                     return True
             of_nodes = any(storage_of(t) in nodes for t in inputs)
-            for t in _dense_in(out):
+            for t in dense_in(out):
                 if of_nodes and _is_long(t, lengths):
                     nodes.add(storage_of(t))
                 elif storage_of(t) not in nodes:
@@ -166,7 +158,7 @@ class Recording(Operators):
 
         for func, args, kwargs, out in self.calls:
             again = func(*mapped(now, args), **{k: mapped(now, v) for k, v in kwargs.items()})
-            for old, new in zip(_dense_in(out), _dense_in(again), strict=True):
+            for old, new in zip(dense_in(out), dense_in(again), strict=True):
                 key = storage_of(old)
                 memory.setdefault(key, new.untyped_storage())
                 if key in changes and _name(func).startswith(_REDUCES):
@@ -175,7 +167,7 @@ class Recording(Operators):
         return [before.get(storage_of(tensor), now(tensor)) for tensor in wanted]
 
 
-def _dense_in(*values: Any) -> list[Tensor]:
+def dense_in(*values: Any) -> list[Tensor]:
     """Returns the tensors with memory in nested lists, tuples and dicts."""
     return [tensor for tensor in tensors_in(*values) if tensor.layout == torch.strided]
 
@@ -190,86 +182,3 @@ def _is_long(tensor: Tensor, lengths: set[int]) -> bool:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-# Products #####################################################################
-
-
-class Products:
-    """Products of source rows and numbers of edges. See [Note: products].
-
-    Args:
-        recording: A run of a message.
-        program: The message.
-        values: The operands' rows that it ran on.
-    """
-
-    def __init__(self, recording: Recording, program: TileProgram, values: Sequence[Any]) -> None:
-        sources, weights = (
-            {k: values[k] for k in program.numbers(role) if program.operands[k].axis == 0}
-            for role in ("source", "edge")
-        )
-        self._changed = self._other = False
-        self._found: tuple[int, int] | None = None
-        self._product: Tensor | None = None
-        watched = {storage_of(t) for t in (*sources.values(), *weights.values())}
-        for func, args, kwargs, out in recording.calls:
-            inputs = _dense_in(args, kwargs)
-            if _name(func) in _VIEWS or not any(storage_of(t) in watched for t in inputs):
-                continue
-            self._changed |= func._schema.is_mutable
-            multiplies = _name(func) == "mul" and func._overloadname == "Tensor"
-            if not multiplies or self._product is not None:
-                self._other = True
-                continue
-            self._product = out
-            watched.add(storage_of(out))
-            if len(inputs) == 2:
-                self._found = _factors(inputs[0], inputs[1], sources, weights)
-
-    def is_source(self, messages: Sequence[Tensor], rows: Tensor | None) -> bool:
-        """Says if all messages are ``rows``, the source rows as they were."""
-        return not self._changed and all(one is rows for one in messages)
-
-    def found(self, messages: Sequence[Tensor]) -> tuple[int, int] | None:
-        """Returns the operands whose product all messages are: source rows and numbers of edges."""
-        product = self._product
-        if self._other or product is None or not all(_is(one, product) for one in messages):
-            return None
-        return self._found
-
-
-def _factors(
-    a: Tensor, b: Tensor, sources: Mapping[int, Tensor], weights: Mapping[int, Tensor]
-) -> tuple[int, int] | None:
-    for rows, factor in ((a, b), (b, a)):
-        for k, source in sources.items():
-            for n, weight in weights.items():
-                if _is(rows, source) and _is_column(factor, weight, rows):
-                    return k, n
-    return None
-
-
-def _is(a: Tensor, b: Tensor | None) -> bool:
-    """Says if two tensors are the same memory, read in the same way."""
-    return (
-        b is not None
-        and (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        and (storage_of(a), a.storage_offset()) == (storage_of(b), b.storage_offset())
-    )
-
-
-def _is_column(factor: Tensor, weight: Tensor | None, rows: Tensor) -> bool:
-    """Says if a factor of rows is a number per edge: ``weight [E, 1, ...]`` as a view."""
-    if weight is None or weight.dim() == 0 or weight.dtype != rows.dtype:
-        return False
-    column = torch.Size([rows.size(0), *[1] * (rows.dim() - 1)])
-    return (
-        rows.dim() > 1
-        and factor.shape == column
-        and weight.numel() == weight.size(0) == column[0]
-        and factor.dtype == weight.dtype
-        and factor.stride(0) == weight.stride(0)
-        and (storage_of(factor), factor.storage_offset())
-        == (storage_of(weight), weight.storage_offset())
-    )

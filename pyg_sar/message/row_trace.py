@@ -17,7 +17,7 @@ message catches, and what Python makes of the number of rows (:class:`Count`) ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -216,19 +216,10 @@ _READS = frozenset(
 )
 _MEMORY = frozenset({Tensor.data_ptr, Tensor.untyped_storage})
 _SCALARS = ("number", "Optional[number]", "float", "Optional[float]", "List[float]")
-_SLICES = frozenset(
-    [
-        "as_strided",
-        "diagonal",
-        "narrow",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "unfold",
-    ]
-)
+_SLICES = frozenset({
+    "as_strided", "diagonal", "narrow", "select", "slice", "split", "split_with_sizes", "unbind",
+    "unfold",
+})  # fmt: skip
 _ASKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
 _IGNORED = frozenset(["_assert_async", "set_", "sym_size", "sym_stride", "resize_"])
 
@@ -257,16 +248,6 @@ class Sizes:
     before: int = 0
 
 
-@dataclass(slots=True)
-class Causes:
-    """The causes for which a value depends on more than its own edge, in order, by kind."""
-
-    found: dict[str, str] = field(default_factory=dict)
-
-    def note(self, kind: str, what: str) -> None:
-        self.found.setdefault(kind, what)
-
-
 class RowTrace(Operators):
     """Labels what a run computes.
 
@@ -287,7 +268,7 @@ class RowTrace(Operators):
         self.steps: list[Step] = []
         self.drawn: list[list[Tensor]] = []
         self.read: list[Tensor] = []  # through their memory, below the operators
-        self.causes = Causes()
+        self.causes: dict[str, str] = {}  # why a value depends on more than its edge, by kind
         self.differs = False  # other operators ran than the time before
         self.asking = True
         self.asks = False  # a value goes to Python, also of what is no edge's
@@ -335,7 +316,7 @@ class RowTrace(Operators):
         generator = given.get("generator")
         if generator is not None and generator not in self.generators:
             self.generators[generator] = generator.get_state()
-            self.causes.note("generator", name)
+            self.causes.setdefault("generator", name)
         source = given.get("self")
         if (
             name not in ("slice", "split", "unsafe_split")
@@ -347,7 +328,7 @@ class RowTrace(Operators):
         ends = [given.get(key) for key in ("start", "end", "split_size")]
         beyond = any(end is not None and rows < abs(end) < _OPEN for end in ends)
         if beyond and bool(self.labels.of(source).any()):
-            self.causes.note("places", name)
+            self.causes.setdefault("places", name)
 
     def _draw(self, name: str, given: dict[str, Any], results: list[Tensor]) -> None:
         """Keeps what is drawn; has edges, and nodes, of the first run the numbers that they had."""
@@ -424,7 +405,7 @@ class RowTrace(Operators):
             mixed = torch.full((), MIXED, dtype=torch.int32)
             found = [mixed if own else mixed * 0] * len(call.outs)
             if own:
-                self.causes.note("operator", call.name)
+                self.causes.setdefault("operator", call.name)
         ragged = any(storage_of(t) in self.labels.ragged for t in operands)
         numbers = before is not None and _differ(self.steps[-1].numbers, before.numbers)
         clean = own and not any(bool((labels == MIXED).any()) for labels in known)
@@ -436,7 +417,7 @@ class RowTrace(Operators):
             if (clean or not own) and bool((label == MIXED).any()):
                 numbered = any(bool(_is_id(labels).any()) for labels in known)
                 kind = "ids" if numbered else "numbers" if numbers or not own else "edges"
-                self.causes.note(kind, call.name)
+                self.causes.setdefault(kind, call.name)
             self.labels.put(out, label)
             if ragged and out.dim() and call.name not in ("index_put_", "index_put"):
                 self.labels.ragged.add(storage_of(out))
@@ -482,7 +463,7 @@ class RowTrace(Operators):
         for out, shape in zip(call.outs, before.outputs, strict=False):
             new = tuple(out.shape) != shape and out.numel() > 0
             if new and not bool(self.labels.of(out).any()):
-                self.causes.note("numbers", call.name)
+                self.causes.setdefault("numbers", call.name)
                 self.labels.put(out, torch.full((), MIXED, dtype=torch.int32))
 
     def _asked(self, call: Call) -> None:
@@ -490,12 +471,12 @@ class RowTrace(Operators):
         of_edges = any(bool(as_mixed(self.labels.of(t))) for t in call.operands())
         self.asks |= not of_edges
         if self.asking and of_edges:
-            self.causes.note("python", call.name)
+            self.causes.setdefault("python", call.name)
 
     def lengths(self, func: Any, tensor: Tensor, found: Any) -> Any:
         """Returns lengths of a tensor, of which those that count its edges note their use."""
         if func is Tensor.__len__:  # Python makes an ordinary number of it.
-            self.causes.note("branches", "len")
+            self.causes.setdefault("branches", "len")
             return found
         rows = (self.sizes.edges, self.sizes.targets, self.sizes.sources)
         if not isinstance(found, int):
@@ -526,7 +507,7 @@ _LENGTHS = frozenset(
 def _compares(name: str) -> Callable[[Count, Any], Any]:
     def compare(self: Count, other: Any) -> Any:
         if not isinstance(other, Count) and not (isinstance(other, int) and -1 <= other <= 1):
-            self.trace.causes.note("branches", name)
+            self.trace.causes.setdefault("branches", name)
         return getattr(int, name)(self, other)
 
     return compare
@@ -537,7 +518,7 @@ def _computes(name: str) -> Callable[..., Any]:
         found = getattr(int, name)(self, *given)
         if type(found) is int and name not in ("__int__", "__mod__"):
             return Count.of(self.trace, found)  # a length as well
-        self.trace.causes.note("branches", name)
+        self.trace.causes.setdefault("branches", name)
         return found
 
     return compute
@@ -595,7 +576,7 @@ class Asked(TorchFunctionMode):
             trace.read.append(args[0])
         if func in _READS and isinstance(args[0], Tensor):
             if trace.escapes(args[0]):
-                trace.causes.note("python", func.__name__)
+                trace.causes.setdefault("python", func.__name__)
             else:
                 trace.asks = True
         if func in _LENGTHS and trace.escapes(args[0]):
@@ -604,7 +585,7 @@ class Asked(TorchFunctionMode):
             try:
                 return func(*args, **kwargs)
             except Exception:  # The message may catch it.
-                trace.causes.note("branches", func.__name__)
+                trace.causes.setdefault("branches", func.__name__)
                 raise
         # It asks for the least and the largest value, to check them.
         trace.asking = False

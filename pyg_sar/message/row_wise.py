@@ -38,47 +38,47 @@ _MANY = 1009  # targets of a run that shows lengths: no layer has as many column
 _MANY_EDGES = 3001  # of a run by whose values it is seen what larger numbers decide
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
 _BEFORE = 11  # edges of a second run before those of the first: what few periods divide
-_REMEDIES = {
-    "edges": (
-        "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
-        "on the whole graph before write_partitions(), or from node features"
+_REMEDIES = {  # The first says most.
+    "python": (
+        "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
+        "use operators on tensors instead, such as torch.where()"
     ),
-    "nodes": (
-        "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
-        "it to propagate() and take it as an '_i' or '_j' argument"
+    "generator": (
+        "draws numbers of a generator of its own (by '{}'), for all edges of the list: draw in "
+        "forward(), and pass them to propagate(), with a row per edge"
+    ),
+    "places": (
+        "treats edges by their places in the list, which are others on each worker: pass what "
+        "tells them apart to propagate(), with a row per edge"
     ),
     "ids": (
         "computes with ids of nodes ('{}' of 'index', 'edge_index_i' or 'edge_index_j'), which are "
         "this worker's own numbering: pass torch.arange(x.size(0)) to propagate() and take it as "
         "an '_i' or '_j' argument"
     ),
-    "numbers": (
-        "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
-        "pass the graph's numbers to the layer as constants"
-    ),
     "operator": (
         "calls '{}', of which it is not known that it treats each edge alone: compute that before "
         "propagate(), and pass the result as an edge-level or node-level tensor"
     ),
-    "python": (
-        "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
-        "use operators on tensors instead, such as torch.where()"
+    "edges": (
+        "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
+        "on the whole graph before write_partitions(), or from node features"
     ),
-    "places": (
-        "treats edges by their places in the list, which are others on each worker: pass what "
-        "tells them apart to propagate(), with a row per edge"
-    ),
-    "generator": (
-        "draws numbers of a generator of its own (by '{}'), for all edges of the list: draw in "
-        "forward(), and pass them to propagate(), with a row per edge"
-    ),
-    "gradients": (
-        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
-        "of which a worker has some only: let an edge's gradient depend on that edge alone"
+    "numbers": (
+        "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
+        "pass the graph's numbers to the layer as constants"
     ),
     "branches": (
         "takes another way for another number of edges, of which each worker has its own: let it "
         "compute the same for any number of edges"
+    ),
+    "nodes": (
+        "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
+        "it to propagate() and take it as an '_i' or '_j' argument"
+    ),
+    "gradients": (
+        "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
+        "of which a worker has some only: let an edge's gradient depend on that edge alone"
     ),
 }
 
@@ -110,22 +110,12 @@ class RowProgram(TileProgram):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         asks = self.method == "message" and update_asks_for_edges(self.layer)
-        self._update = self._bind("update", args[2]) if asks else None
-
-    @property
-    def updates(self) -> bool:
-        """Says if ``update`` asks for edges."""
-        return self._update is not None
+        self.update = self._bind("update", args[2]) if asks else None
 
     def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
         """Returns the result of ``update`` for aggregates."""
-        if self._update is None:
-            return out
-        return self.layer.update(out, **self._collect(self._update, values, own))
-
-    def of_aggregate(self) -> dict[str, Any]:
-        """Returns the arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
-        return {} if self._aggregate is None else dict(self._aggregate.arguments)
+        assert self.update is not None
+        return self.layer.update(out, **self._collect(self.update, values, own))
 
     never_per_tile: tuple[str, ...] = ("adj_t",)
     only_scalars = False
@@ -202,7 +192,7 @@ class RowCheck:
         if len(trace.steps) != len(first.trace.steps):
             trace.differs = True
         if trace.differs:
-            trace.causes.note("branches", "")
+            trace.causes.setdefault("branches", "")
         first.trace.forget()
         mixed = any(self._kind(trace, t) == "mixed" for t in _tensors(second.out))
         reason = ""
@@ -211,7 +201,7 @@ class RowCheck:
                 f"its message changes '{changes.refused}' by what its edges hold or how many they "
                 "are, of which each worker has its own: compute that from node features, outside"
             )
-        elif mixed or trace.differs or _ALWAYS & trace.causes.found.keys():
+        elif mixed or trace.differs or _ALWAYS & trace.causes.keys():
             reason = f"its message {_reason(trace)}"
         elif not isinstance(second.nodes, Tensor | None):
             reason = f"its update() gives a {type(second.nodes).__name__}{NOT_KNOWN}"
@@ -232,7 +222,7 @@ class RowCheck:
         updates = set(changes.updates)
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
             reason, more, asks = self._aggregate(rows)
-            updates |= set(more)
+            updates |= more
             trace.asks |= asks
         elif self.own_aggregate and rows is None and not reason:
             reason = (
@@ -243,23 +233,21 @@ class RowCheck:
         has_numbers = numbers is not None
         return RowWise(reason, tuple(sorted(updates)), keeps, has_numbers, rows, trace.asks)
 
-    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...], bool]:
-        """Tries the layer's own aggregation."""
+    def _aggregate(self, rows: Tensor) -> tuple[str, set[str], bool]:
+        """Tries the layer's own aggregation: why it can't run, what it changes, if it asks."""
         for name in ("edge_index", "edge_index_j"):
             if name in self.layer.inspector.get_param_names("aggregate"):
-                return (
-                    (
-                        f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
-                        "numbering: let it take 'index', and what message() returns"
-                    ),
-                    (),
-                    False,
+                reason = (
+                    f"its aggregate() takes '{name}', the ends of a worker's edges in its own "
+                    "numbering: let it take 'index', and what message() returns"
                 )
+                return reason, set(), False
         sizes = Sizes(EDGES, TARGETS, TARGETS)
         source, index = self._ends(sizes)
         values = self._values(Labels(), sizes, source, index)
         given, levels = {}, {}
-        for name, place in self.program.of_aggregate().items():
+        asked = self.program._aggregate
+        for name, place in (asked.arguments if asked else {}).items():
             given[name] = place[0] if isinstance(place, tuple) else values[place].detach()
             if isinstance(place, int):
                 role = self.program.operands[place].role
@@ -278,10 +266,10 @@ class RowCheck:
                 yield partial(Count.of, trace)
 
         check = AggregateCheck(self.layer, rows, given, levels)
-        reason, updates = check.found(self.edge_index.order is not None, watching)
-        if not reason and (beyond := trace.causes.found.keys() & {"places", "branches"}):
+        reason = check.found(self.edge_index.order is not None, watching)
+        if not reason and (beyond := trace.causes.keys() & {"places", "branches"}):
             reason = f"its aggregate() {_REMEDIES[min(beyond)]}"
-        return reason, updates, trace.asks
+        return reason, check.updates, trace.asks
 
     @property
     def _axis(self) -> int:
@@ -337,7 +325,7 @@ class RowCheck:
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
     ) -> Any:
         """Returns what ``update`` makes of aggregates of the messages, where it asks for edges."""
-        if not self.program.updates or not isinstance(out, Tensor):
+        if self.program.update is None or not isinstance(out, Tensor):
             return None
         data = self.layer.inspector.collect_param_data("aggregate", dict(own))
         with torch.no_grad():
@@ -514,20 +502,9 @@ def _tensors(out: Any) -> list[Tensor]:
 
 def _reason(trace: RowTrace) -> str:
     """Returns the first cause, of the kind that says most."""
-    found = trace.causes.found
-    for kind in (
-        "python",
-        "generator",
-        "places",
-        "ids",
-        "operator",
-        "edges",
-        "numbers",
-        "branches",
-    ):
-        if kind in found:
-            return _REMEDIES[kind].format(found[kind])
-    return _REMEDIES["edges"].format("its order of edges")
+    found = trace.causes
+    kind = next((kind for kind in _REMEDIES if kind in found), "edges")
+    return _REMEDIES[kind].format(found.get(kind, "its order of edges"))
 
 
 def _are_lengths(sizes: Sizes, steps: Sequence[Step]) -> bool:

@@ -351,18 +351,15 @@ class DistMessagePassing(MessagePassing):
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
         """Returns the edge features of all edges at once."""
         with away(self.model_draws):
-            return self._updated(edge_index, size, kwargs)
-
-    def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
-        keeps = Chooser(self, edge_index, kwargs).check_edge_update()
-        facts_of(self).edge_sets = attributes_of(self, keeps)
-        padding = stand_ins(edge_index)
-        with (
-            self._drawing(edge_index, kwargs) as draws,
-            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
-            of_all_edges(draws, edge_index, None, padding),
-        ):
-            return super().edge_updater(edge_index, size=size, **kwargs)
+            keeps = Chooser(self, edge_index, kwargs).check_edge_update()
+            facts_of(self).edge_sets = attributes_of(self, keeps)
+            padding = stand_ins(edge_index)
+            with (
+                self._drawing(edge_index, kwargs) as draws,
+                on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
+                of_all_edges(draws, edge_index, None, padding),
+            ):
+                return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
 
@@ -434,7 +431,8 @@ class DistMessagePassing(MessagePassing):
         if choice.needs is not None and choice.needs.attention is not None:
             own = own_attention(self, edge_index, kwargs, choice)
         with self._drawing(edge_index, kwargs) as draws:
-            found = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
+            call = None if choice.sums is None else sums_call(self, edge_index, kwargs, choice)
+            found = None if call is None else call.run(self, edge_index, kwargs)
             if found is None:
                 out = self._attended(edge_index, kwargs, choice, draws, own)
             if found is None and out is None:
@@ -447,13 +445,6 @@ class DistMessagePassing(MessagePassing):
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         return self.update(out, **self.inspector.collect_param_data("update", data))
-
-    def _summed(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
-    ) -> tuple[list[Tensor], Tensor] | None:
-        """Returns sums of source rows by kernel, and in-degrees; ``None`` for other messages."""
-        call = sums_call(self, edge_index, kwargs, choice)
-        return None if call is None else call.run(self, edge_index, kwargs)
 
     def _finished(
         self, edge_index: DistEdgeIndex, choice: Choice, results: list[Tensor], in_degree: Tensor

@@ -125,12 +125,6 @@ def keeping_rows(layer: Any, edges: Sequence[DistEdgeIndex]) -> Iterator[None]:
         kept.active = False
 
 
-def methods_of(layer: MessagePassing) -> tuple[str, ...]:
-    """Returns the layer's methods that see edges."""
-    updates = type(layer).edge_update is not MessagePassing.edge_update
-    return ("message", "edge_update") if updates else ("message",)
-
-
 def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     """Returns the size of a relation between nodes of two types; a given one must agree with it."""
     if not edge_index.bipartite:
@@ -422,15 +416,13 @@ def with_room(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> 
     if not edge_index.plan.open_ended:
         return edge_index
     rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
-    for method in methods_of(layer):
-        for name in layer.inspector.get_param_names(method):
-            value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
-            row = int((name[-2:] == "_i") == (layer.flow == "source_to_target"))
-            pair = value if isinstance(value, tuple | list) else {row: value}
-            found = dict(enumerate(pair)) if isinstance(pair, tuple | list) else pair
-            for place, tensor in found.items():
-                if isinstance(tensor, Tensor):
-                    rows[place] = tensor.size(int(layer.node_dim))
+    for name in asked_by(layer, "message", "edge_update"):
+        value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
+        row = int((name[-2:] == "_i") == (layer.flow == "source_to_target"))
+        found = dict(enumerate(value)) if isinstance(value, tuple | list) else {row: value}
+        for place, tensor in found.items():
+            if isinstance(tensor, Tensor):
+                rows[place] = tensor.size(int(layer.node_dim))
     place = edge_index.dist_row
     sources = rows.get(place, edge_index.plan.num_local)
     return widened(edge_index, sources, rows.get(1 - place, sources))

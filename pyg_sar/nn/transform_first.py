@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.typing
 from torch import Tensor
-from torch.nn.modules import module as torch_module
+from torch.nn.modules import module as all_modules
 from torch_geometric.nn import (
     MLP,
     ChebConv,
@@ -84,19 +84,9 @@ def known_base(own: Any) -> type[MessagePassing] | None:
     return next((kind for kind in _WAYS if issubclass(own, kind)), None)
 
 
-_GLOBAL_HOOKS = tuple(
-    f"_global_{name}"
-    for name in (
-        *("backward_hooks", "backward_pre_hooks", "forward_hooks", "forward_pre_hooks"),
-        *("forward_hooks_always_called", "forward_hooks_with_kwargs"),
-    )
-)
-
-
 def _is_unwatched(layer: Any) -> bool:
     """Says if a layer computes what its class does, by sums that nothing watches."""
-    everywhere = any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS)
-    if layer.explain or layer.decomposed_layers > 1 or everywhere:
+    if layer.explain or layer.decomposed_layers > 1 or all_modules._has_any_global_hook():
         return False
     plain = is_plain_module(layer.aggr_module, SumAggregation, MeanAggregation)
     return plain and pristine(layer, "propagate")

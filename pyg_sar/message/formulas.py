@@ -1,12 +1,13 @@
-"""Messages of one's own that are softmax attention, as their operators tell.
+"""Messages that are a formula which kernels know, as their operators tell.
 
-[Note: attention by operators] Copies of GATConv, GATv2Conv and TransformerConv are in many
-projects: ``softmax(score, index)``, dropped or not, times the source rows. That a message is one is
-read off what runs: each result is described by the operator that made it and by what that got, from
-the operands on, and the messages' description is compared with those of what the kernels compute.
-An operator that is not known here, or a write into an operand, ends it: the message runs as any
+[Note: formulas by operators] ``edge_weight.view(-1, 1) * x_j`` is the message of GCNConv, GraphConv
+and many others, and copies of GATConv, GATv2Conv and TransformerConv are in many projects:
+``softmax(score, index)``, dropped or not, times the source rows. That a message is one is read off
+what runs: each result is described by the operator that made it and by what that got, from the
+operands on, and the messages' description is compared with those of what the kernels compute.
+Another operator on what is described, or a write into an operand, ends it: the message runs as any
 other. What autograd does is not among these operators (``detach()``, hooks, functions with a
-backward pass of their own): values and gradients must be those of the same attention by PyG.
+backward pass of their own): values and gradients must be those of the same formula by PyG.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch_geometric.utils import softmax
 
 from pyg_sar.message.decompose import alike
 from pyg_sar.message.program import TileProgram
-from pyg_sar.message.recording import Recording
+from pyg_sar.message.recording import Recording, dense_in
+from pyg_sar.message.target_index import trailing
 from pyg_sar.space.distributed_index import storage_of
 
 _EPSILON = 1e-16  # that PyG's softmax adds to the sum
@@ -80,16 +82,30 @@ class AttentionOf(NamedTuple):
         return value, key, query, att
 
 
-def attention_in(
+class Formula(NamedTuple):
+    """The formula that a message is, by the numbers of its operands; at most one of these.
+
+    Attributes:
+        source: The operand whose source rows are the message, unchanged; -1 if there is none.
+        product: The operands whose product it is: source rows, and numbers of edges.
+        attention: The softmax attention that it is.
+        factors: Those of the attention's dropout, in the run at hand.
+    """
+
+    source: int = -1
+    product: tuple[int, int] | None = None
+    attention: AttentionOf | None = None
+    factors: Tensor | None = None
+
+
+def formula_of(
     recording: Recording,
     program: TileProgram,
     values: Sequence[Any],
     index: Tensor,
     message: Tensor,
-) -> tuple[AttentionOf, Tensor | None] | None:
-    """Returns the attention that a run of a message was, and its dropout's factors, if there are.
-
-    ``None`` where it was none.
+) -> Formula:
+    """Returns the formula that a run of a message was; one without anything where it was none.
 
     Args:
         recording: The run.
@@ -99,30 +115,36 @@ def attention_in(
         message: What it gave.
     """
     roles = [(operand.role, operand.axis) for operand in program.operands]
-    trace = _Trace(values, index, program.layer.named_parameters())
+    trace = _Trace(values, roles, index, program.layer.named_parameters())
     try:
         for func, args, kwargs, out in recording.calls:
             trace.add(func, args, kwargs, out)
-        return _found(trace.of(message), roles), trace.factors
+        found = trace.of(message)
+        if found[0] == "product":
+            return Formula(product=(found[1][1], found[2][1]))
+        if found[0] == "operand":
+            same = message is values[found[1]] and roles[found[1]] == ("source", 0)
+            return Formula(source=found[1] if same else -1)
+        if not trace.skipped:
+            return Formula(attention=_found(found, roles), factors=trace.factors)
     except _Unknown:
-        return None
+        pass
+    return Formula()
 
 
 def is_by_pyg(
-    found: AttentionOf,
-    factors: Tensor | None,
+    formula: Formula,
     values: Sequence[Any],
     att: Tensor | None,
     index: Tensor,
     message: Tensor,
 ) -> bool:
-    """Says if a message, and its gradients, are those of an attention computed by PyG.
+    """Says if a message, and its gradients, are those of a formula computed by PyG.
 
     Args:
-        found: The attention.
-        factors: Those of its dropout.
+        formula: The formula.
         values: The operands' rows that the message ran on, with gradients.
-        att: The parameter that the scores are products with.
+        att: The parameter that the scores of an attention are products with.
         index: The edges' targets.
         message: What it gave.
     """
@@ -130,7 +152,7 @@ def is_by_pyg(
     own = {id(v): v.detach().requires_grad_() for v in given}
     with torch.enable_grad(), Recording().saving():  # Checkpoints count what others save.
         rows = [own.get(id(v), v) for v in values]
-        right = _by_pyg(found, factors, rows, own.get(id(att), att), index)
+        right = _by_pyg(formula, rows, own.get(id(att), att), index)
     pairs = [(message, right)]
     if given and message.requires_grad:
         places = torch.arange(message.numel(), dtype=torch.float64, device=message.device).cos()
@@ -144,9 +166,12 @@ def is_by_pyg(
     return message.requires_grad == right.requires_grad and all(alike(*pair) for pair in pairs)
 
 
-def _by_pyg(
-    found: AttentionOf, factors: Tensor | None, rows: Sequence[Any], att: Any, index: Tensor
-) -> Tensor:
+def _by_pyg(formula: Formula, rows: Sequence[Any], att: Any, index: Tensor) -> Tensor:
+    found, factors = formula.attention, formula.factors
+    if found is None:
+        source, number = formula.product or (formula.source, None)
+        of_edges = 1 if number is None else trailing(rows[number].view(-1), rows[source])
+        return rows[source] * of_edges
     value, key, query, att = found.terms(rows, att)
     if key is None:
         score = (leaky_relu(value + query, found.slope) * att).sum(-1)
@@ -160,15 +185,26 @@ def _by_pyg(
 
 
 class _Unknown(Exception):
-    """Something that no attention does."""
+    """Something that no formula does."""
 
 
 class _Trace:
-    """Descriptions of tensors, by their places in memory."""
+    """Descriptions of tensors, by their places in memory.
+
+    Attributes:
+        roles: The operands' roles and axes.
+        factors: Those of the dropout.
+        skipped: Operators were called that are not known, on what is not described.
+    """
 
     def __init__(
-        self, values: Sequence[Any], index: Tensor, tables: Iterable[tuple[str, Tensor]]
+        self,
+        values: Sequence[Any],
+        roles: Sequence[tuple[str, int]],
+        index: Tensor,
+        tables: Iterable[tuple[str, Tensor]],
     ) -> None:
+        self.roles, self.skipped = roles, False
         self.factors: Tensor | None = None
         known: list[tuple[Tensor, Description]] = [(t, ("table", name)) for name, t in tables]
         rows = [(k, v) for k, v in enumerate(values) if isinstance(v, Tensor)]
@@ -195,24 +231,26 @@ class _Trace:
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Describes the result of an operator."""
         name = func._schema.name.rpartition("::")[2]
-        rule = _RULES.get(name)
-        if rule is None:
-            raise _Unknown
-        if name.endswith("_"):  # It writes into what it returns.
-            written = storage_of(out)
-            if any(d[0] in ("operand", "table", "index") for d in self._stored(written)):
-                raise _Unknown
         try:
+            rule = _RULES[name]
+            if name.endswith("_"):  # It writes into what it returns.
+                self._check_written(storage_of(out))
             found = rule(self, out, *args, **kwargs)
-        except (TypeError, ZeroDivisionError):  # Another overload: a division that rounds, say.
-            raise _Unknown from None
+        except (_Unknown, KeyError, TypeError, ZeroDivisionError):  # Or another overload.
+            memory = {at[0] for at in self._known}
+            if any(storage_of(t) in memory for t in dense_in(args, kwargs)):
+                raise _Unknown from None
+            self.skipped = True
+            return
         if name.endswith("_"):
-            self._known = {at: d for at, d in self._known.items() if at[0] != written}
+            self._known = {at: d for at, d in self._known.items() if at[0] != storage_of(out)}
         if isinstance(out, Tensor):
             self._known[_place(out)] = found
 
-    def _stored(self, storage: int) -> list[Description]:
-        return [d for at, d in self._known.items() if at[0] == storage]
+    def _check_written(self, storage: int) -> None:
+        stored = [found for at, found in self._known.items() if at[0] == storage]
+        if any(found[0] in ("operand", "table", "index") for found in stored):
+            raise _Unknown
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -235,11 +273,17 @@ def _view(trace: _Trace, out: Tensor, source: Tensor, *_: Any, **__: Any) -> Des
         return of
     if out.shape == source.shape and out.stride() == source.stride():
         return of
-    if out.shape == (*source.shape, 1):
+    numbers = of[0] == "operand" and source.numel() == len(source)
+    if out.shape == (*source.shape, 1) or (numbers and _is_column(out, len(source), out.dim())):
         return "column", of
     if of[0] == "operand" and source.dim() == 2 and out.dim() == 3 and len(out) == len(source):
         return "operand", of[1], 3, out.size(1)
     raise _Unknown
+
+
+def _is_column(tensor: Tensor, rows: int, dims: int) -> bool:
+    """Says if a tensor has a number for each row of one of so many axes: ``[E, 1, ...]``."""
+    return dims > 1 and tensor.shape == (rows, *[1] * (dims - 1))
 
 
 def _others(tensor: Tensor) -> list[tuple[int, int]]:
@@ -261,8 +305,15 @@ def _add(trace: _Trace, out: Tensor, one: Tensor, other: Any, alpha: float = 1) 
 def _mul(trace: _Trace, out: Tensor, one: Tensor, other: Any) -> Description:
     if not isinstance(other, Tensor):
         return "scaled", trace.of(one), float(other)
+    if one.dtype != other.dtype:
+        raise _Unknown
     pairs = (one, trace.of(one)), (other, trace.of(other))
     for (a, of_a), (b, of_b) in (pairs, pairs[::-1]):
+        numbers = of_b[1] if of_b[0] == "column" else of_b
+        if of_a[0] == numbers[0] == "operand" and len(of_a) == 3 and len(numbers) == 3:
+            roles = trace.roles[of_a[1]], trace.roles[numbers[1]]
+            if roles == (("source", 0), ("edge", 0)) and _is_column(b, len(a), a.dim()):
+                return "product", of_a, numbers
         if of_b[0] == "factors" and a.shape == b.shape:
             return "dropped", of_a, of_b[1]
         if of_b[0] == "table":
@@ -369,8 +420,8 @@ def _exp(trace: _Trace, out: Tensor, x: Tensor) -> Description:
 
 
 _RULES: Mapping[str, Callable[..., Description]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "expand", "unsqueeze", "alias", "detach"), _view),
-    "_reshape_alias": _view,
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "expand", "unsqueeze"), _view),
+    **dict.fromkeys(("alias", "detach", "slice"), _view),
     "new_zeros": lambda trace, out, *_, **__: ("zeros",),
     "empty_like": lambda trace, out, *_, **__: ("empty",),
     "add": _add,
