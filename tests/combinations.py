@@ -34,6 +34,7 @@ EVERY = {
     "test_attention::test_models_are_exact": 2,
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
+    "test_bounded_partitioning::test_kernels_decide_as_plain_loops_do": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
     "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
     "test_contract::test_rule_6_ties": 2,

@@ -290,16 +290,3 @@ def test_wrong_world_size(world: int, root: Path):
     (message,) = same_errors([lambda rank: root], world)
     assert "has 3 parts" in message and counted(world, "workers") in message
     assert "start 3 workers" in message and f"into {counted(world, 'parts')}" in message
-
-
-def test_attempts_after_damage(root: Path, written: Path):
-    """Another folder; and without the checksum an altered value goes unnoticed."""
-    alter(root)
-
-    def worker() -> None:
-        with pytest.raises(PartitionError):
-            pyg_sar.load_partition(root)
-        assert pyg_sar.load_partition(written).num_nodes == 40
-        assert pyg_sar.load_partition(root, verify=False).num_nodes == 40
-
-    workers(worker, WORLD)
