@@ -68,7 +68,6 @@ EVERY = {
     "test_pager::test_a_real_crash_stays_a_crash": 4,
     "test_pager::test_contents_survive_out_and_in": 3,
     "test_pool::test_readouts_are_exact": 4,
-    "test_predict::test_each_worker_writes_its_rows": 2,
     "test_products::test_layers_are_exact_with_constant_and_learned_weights": 2,
     "test_pushed_attention::test_layers_equal_pyg": 2,
     "test_random_layers::test_as_one_process_draws_and_as_any_number_of_workers": 6,

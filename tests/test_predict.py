@@ -161,36 +161,6 @@ class Centred(nn.Module):
         return (out - out.max(0).values) * share.view(-1, 1)
 
 
-def test_models_that_reduce_over_nodes_in_parts(monkeypatch: pytest.MonkeyPatch):
-    data, model = make_graph(NODES), Centred()
-    expected = whole(model, data)
-
-    def launched(fn: Any, workers: int, *args: Any, parts: int) -> None:
-        host(lambda: fn(*copy.deepcopy(args)), parts)
-
-    monkeypatch.setattr(inference, "launch", launched)
-    assert close(pyg_sar.infer(model, data, parts=3), expected)
-    alike = r"result of the nodes.*got shape .40, 2. on all workers, at rank 0.: pass forward="
-    with pytest.raises(WorkerError, match=alike):
-        pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
-
-
-def test_models_that_reduce_over_nodes(partitions: Partitions, tmp_path: Path):
-    """On a partition's parts, a plain model and a distributed one."""
-    data, model = make_graph(NODES), Centred()
-    expected, root, path = whole(model, data), partitions(data, 3), tmp_path / "out.npy"
-
-    def part() -> None:
-        mine: Any = pyg_sar.load_partition(root)
-        for taken in (model, pyg_sar.distribute(copy.deepcopy(model))):
-            rows = pyg_sar.infer(taken, mine, out=path)
-            assert np.abs(rows.numpy() - expected.numpy()).max() < TOLERANCE
-        assert type(model.conv) is SAGEConv
-
-    host(part, 3)
-    assert close(torch.from_numpy(np.load(path)), expected)
-
-
 def measured(fn: Any, *args: Any) -> tuple[int, int]:
     """MiB of the process before ``fn``, and at most."""
 
@@ -323,27 +293,6 @@ def permuted(world: int) -> list[Tensor]:
     """Places of each worker's rows, in no order."""
     order = torch.randperm(NODES, generator=torch.Generator().manual_seed(1))
     return [order[rank::world] for rank in range(world)]
-
-
-@pytest.mark.parametrize("window", [2**24, 100])
-def test_each_worker_writes_its_rows(window: int, tmp_path: Path):
-    rows, path = torch.randn(NODES, 5), tmp_path / "rows.npy"
-
-    def worker(rows: Tensor) -> int:
-        comm = pyg_sar.comm.current()
-        places = permuted(3)[comm.rank]
-        with pytest.MonkeyPatch.context() as patch, pyg_sar.Ledger(comm) as ledger:
-            patch.setattr(rows_file, "_WINDOW", window)
-            write_rows(rows[places], places, path)
-        return ledger.sent
-
-    sent = workers(worker, 3, rows)
-    assert np.array_equal(np.load(path), rows.numpy())
-    wide = torch.randn(NODES, 5000)
-
-    # A byte per row and some words travel, whatever a row holds.
-    assert max(workers(worker, 3, wide)) <= max(sent) + 32 and max(sent) < 5000
-    assert np.array_equal(np.load(path), wide.numpy()) and os.listdir(tmp_path) == ["rows.npy"]
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path):

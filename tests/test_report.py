@@ -104,6 +104,12 @@ def test_the_picture_shows_epochs_times_memory_and_kinds(tmp_path, monkeypatch):
     drawn[0].draw_without_rendering()
     for axes in (loss, scores, seconds, traffic, kinds):
         assert all(tick == int(tick) for tick in axes.get_xticks())
+    for axes in drawn[0].axes:
+        legend = axes.get_legend()
+        assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
+        assert axes.get_ylabel() and axes.get_xlabel()
+        assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
+    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
 
 
 def test_files_of_others_are_kept(tmp_path):
@@ -247,21 +253,6 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
         assert set(summary["workers"][rank]["layers"]) >= {"convs.0", "convs.1"}
         assert "holds the report of another run" in worker["refused"]
-
-
-def test_legends_stand_below_and_bytes_start_at_zero(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
-    monkeypatch.setattr(report, "replace_file", lambda path, write: write(path))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    draw_report(tmp_path)
-    drawn[0].draw_without_rendering()
-    for axes in drawn[0].axes:
-        legend = axes.get_legend()
-        assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
-        assert axes.get_ylabel() and axes.get_xlabel()
-        assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
-    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
 
 
 def test_results_are_tables_in_a_notebook():
