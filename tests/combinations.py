@@ -59,6 +59,7 @@ EVERY = {
     "test_loading::test_wrong_world_size": 3,
     "test_local_peers::test_killed_worker_leaves_nothing": 2,
     "test_message_flow::test_outputs_gradients_and_rows": 4,
+    "test_message_flow::test_the_command_takes_them_where_they_pay": 2,
     "test_message_norms::test_norms_inside_messages": 4,
     "test_models::test_models_are_exact": 4,
     "test_norm::test_equal_to_one_process": 2,

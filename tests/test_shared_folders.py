@@ -119,6 +119,20 @@ def test_what_came_into_the_folder_meanwhile_stays(tmp_path: Path):
 
 # What killed runs leave #######################################################
 
+
+def killed(path: Path) -> None:
+    def die(file: Path) -> None:
+        file.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    folders = [TemporaryFolder(f"pyg_sar-{kind}-") for kind in ("run", "parts")]
+    files = PrivateFiles()
+    for folder in (*(one.path for one in folders), Path(files.folder)):
+        (folder / "some").mkdir()
+        (folder / "some" / "file").write_text("left")
+    replace_file(path, die)
+
+
 def test_the_next_run_removes_what_a_killed_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
