@@ -388,7 +388,8 @@ def test_options_in_a_file(parts, tmp_path, capsys):
     assert "expected a file .json, .yaml or .yml" in error
 
 
-def test_seeds(parts, tmp_path, capsys, in_this_process):
+def test_seeds(parts, tmp_path, capsys, monkeypatch, in_this_process):
+    monkeypatch.setattr("pyg_sar.train.report.draw_report", lambda folder: None)
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "2"]
     several = [*train, "--seed", "3", "--seeds", "2", "--report", str(tmp_path / "r")]
     assert cli.main(several) == 0
