@@ -129,9 +129,7 @@ class GroupedRows:
         """Adds rows: ``order`` sorts them by part, whose runs then start at ``bounds``."""
         if not self._row:
             return
-        # As bytes: older versions of PyTorch don't select rows of all dtypes.
-        raw = rows.contiguous().view(len(rows), self._row // rows.itemsize).view(torch.uint8)
-        flat = raw.index_select(0, order).view(-1).numpy()
+        flat = rows.index_select(0, order).view(-1).view(torch.uint8).numpy()
         with self._path.open("r+b") as file:
             for p in bounds.diff().nonzero().view(-1).tolist():
                 first, last = (bounds[p : p + 2] * self._row).tolist()

@@ -133,9 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 75: SIGUSR1 came,
     the checkpoint is saved. 130: Ctrl-C.
-
-    Args:
-        argv: Arguments without the program's name (``sys.argv[1:]``).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
