@@ -54,6 +54,11 @@ def in_this_process(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
 
 
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr("pyg_sar.train.report.draw_report", lambda folder: None)
+
+
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory) -> str:
     """A partition into two, and beside it one into one part (``parts1``)."""
@@ -388,8 +393,7 @@ def test_options_in_a_file(parts, tmp_path, capsys):
     assert "expected a file .json, .yaml or .yml" in error
 
 
-def test_seeds(parts, tmp_path, capsys, monkeypatch, in_this_process):
-    monkeypatch.setattr("pyg_sar.train.report.draw_report", lambda folder: None)
+def test_seeds(parts, tmp_path, capsys, no_picture, in_this_process):
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "2"]
     several = [*train, "--seed", "3", "--seeds", "2", "--report", str(tmp_path / "r")]
     assert cli.main(several) == 0
@@ -409,7 +413,7 @@ def test_seeds(parts, tmp_path, capsys, monkeypatch, in_this_process):
     assert cli.main([*several, "--overwrite"]) == 0
 
 
-def test_tensorboard(parts, tmp_path, monkeypatch, in_this_process):
+def test_tensorboard(parts, tmp_path, monkeypatch, no_picture, in_this_process):
     written: list[tuple[str, float, int]] = []
 
     class SummaryWriter:
@@ -548,7 +552,7 @@ def config_of(parts: str, **changes) -> RunConfig:
     return RunConfig(parts=f"{parts}1", progress="none", **(settings | changes))
 
 
-def test_auto_resume_begins_anew_before_the_first_checkpoint(parts, tmp_path):
+def test_auto_resume_begins_anew_before_the_first_checkpoint(parts, tmp_path, no_picture):
     """The report of a run that was killed by then is replaced, others are not."""
     report = tmp_path / "r"
     config = config_of(parts, checkpoint=str(tmp_path / "c"), auto_resume=True, report=str(report))

@@ -51,6 +51,11 @@ def make_trainer(*callbacks: Callback, config: TrainConfig = CONFIG) -> Trainer:
     return Trainer(model, small_graph(), config, callbacks=callbacks)
 
 
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr(report, "draw_report", lambda folder: None)
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
@@ -119,7 +124,7 @@ def test_files_of_others_are_kept(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
+def test_another_runs_report_is_not_overwritten_unasked(tmp_path, no_picture):
     make_trainer(Report(tmp_path)).fit()
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ReportError, match=r"holds the report of another run; choose another"):
@@ -134,7 +139,7 @@ def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
         make_trainer(Report(tmp_path / "b", config={"a": object()})).fit()
 
 
-def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
+def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch, no_picture):
     """A file of no line would be taken for another run's report."""
 
     def full(path: Path, write: Any) -> None:
@@ -150,7 +155,7 @@ def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
     make_trainer(Report(tmp_path / "report")).fit()
 
 
-def test_a_resumed_run_continues_the_lines(tmp_path):
+def test_a_resumed_run_continues_the_lines(tmp_path, no_picture):
     first = make_trainer(Report(tmp_path / "r"), config=replace(CONFIG, restore_best=False))
     first.fit()
     first.save(tmp_path / "c")
