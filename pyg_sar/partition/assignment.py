@@ -279,10 +279,11 @@ def assign_node_types(
 
 
 def _given(method: Assignment, num_nodes: Mapping[str, int], num_parts: int) -> dict[str, Tensor]:
-    if set(method) != set(num_nodes):
+    missing, unknown = sorted(set(num_nodes) - set(method)), sorted(set(method) - set(num_nodes))
+    if missing or unknown:
         raise ValueError(
             f"Expected 'method' to hold a vector for each of the node types {sorted(num_nodes)} "
-            f"(got those of {sorted(method)})"
+            f"(missing: {missing}, unknown: {unknown})"
         )
     found = {}
     for name, count in num_nodes.items():
