@@ -129,7 +129,9 @@ class GroupedRows:
         """Adds rows: ``order`` sorts them by part, whose runs then start at ``bounds``."""
         if not self._row:
             return
-        flat = rows.index_select(0, order).view(-1).view(torch.uint8).numpy()
+        # As bytes: PyTorch doesn't select from vectors of all dtypes (uint16).
+        raw = rows.contiguous().view(len(rows), self._row // rows.itemsize).view(torch.uint8)
+        flat = raw.index_select(0, order).view(-1).numpy()
         with self._path.open("r+b") as file:
             for p in bounds.diff().nonzero().view(-1).tolist():
                 first, last = (bounds[p : p + 2] * self._row).tolist()
