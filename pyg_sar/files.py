@@ -48,15 +48,9 @@ _UNITS = {
 
 
 def parse_bytes(size: int | str, name: str) -> int:
-    """Returns a number of bytes.
+    """Returns a number of bytes, which may be given with a unit: ``'500MB'``, ``'2GiB'``.
 
-    Args:
-        size: Bytes, or a number with a unit: ``'500MB'`` (:math:`500 \\cdot 10^6`), ``'2GiB'``
-            (:math:`2 \\cdot 2^{30}`), ``'1.5 TiB'``. Small letters will do.
-        name: The argument that it was given as, for errors.
-
-    Raises:
-        ValueError: When it is no such size, or less than one byte.
+    ``name`` is the argument that it was given as, for errors.
     """
     found = None
     if isinstance(size, int) and not isinstance(size, bool):
@@ -163,10 +157,6 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
     Computing with complex numbers of 16 bytes ends the process at addresses that 16 does not
     divide, and the library aligns to 8. The format has no gaps between tensors: what fills them are
     tensors themselves, which :func:`read_aligned` leaves out.
-
-    Args:
-        tensors: On the CPU, contiguous, of the dtypes of a partition file.
-        path: The file.
     """
     header: dict[str, Any] = {}
     pieces: list[Tensor] = []
@@ -198,10 +188,7 @@ def save_aligned(tensors: Mapping[str, Tensor], path: Path) -> None:
 def read_aligned(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, memory mapped.
 
-    A tensor that is not aligned, as in files of older versions, is a copy.
-
-    Raises:
-        SafetensorError: When the file is none.
+    A tensor that is not aligned, as in files of another program, is a copy.
     """
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.startswith(_FILLER)]  # noqa: SIM118
@@ -218,15 +205,9 @@ def _copied(tensor: Tensor) -> Tensor:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file and puts it in the place of ``path`` in one step.
 
-    Writers of one path don't disturb each other: the last one stays. After an error the previous
+    ``write`` writes it under the name that it gets. Writers of one path don't disturb each other:
+    the last one stays. After an error, an ``OSError`` that :func:`explained` made, the previous
     file is as it was, and nothing else is left.
-
-    Args:
-        path: The file.
-        write: Writes it under the name that it gets.
-
-    Raises:
-        OSError: When it can't be written; see :func:`explained`.
     """
     try:
         with TemporaryFolder.beside(path) as folder:
@@ -278,13 +259,8 @@ _TEMPORARY = re.compile(r"(?:pyg_sar-[a-z]+-|\.(.{1,100})\.tmp-)[0-9a-f]{16}", r
 class TemporaryFolder:
     """A new folder that is removed at the end, or by the next process if this one is killed.
 
-    Args:
-        prefix: How its name begins.
-        parent: Where it is made; by default in the folder of temporary files.
-
-    Attributes:
-        path: The folder.
-        close: Removes it; called at the latest when the object, or the process, ends.
+    ``path`` is the folder; ``close()`` removes it, at the latest when the object or the process
+    ends.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
@@ -333,12 +309,8 @@ def _close(path: Path, descriptor: int, process: int) -> None:
 def lock_folder(path: Path) -> tuple[int, bool] | None:
     """Opens a folder of this user's, which is no link, and locks it.
 
-    Returns:
-        A descriptor, and if it has the lock, as long as it is open, which not all file systems
-        know. ``None``: another process has the lock, or the folder is gone.
-
-    Raises:
-        OSError: It is no folder (``ENOTDIR``; a link is none), or another user's (``EPERM``).
+    Returns a descriptor, and if it has the lock, as long as it is open, which not all file systems
+    know; ``None`` where another process has the lock, or the folder is gone.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -12,12 +12,7 @@ _LONGEST = 300  # characters of a value in a table of fields
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns ``'1 worker'`` or ``'1,200 workers'``, given the noun's plural.
-
-    Args:
-        number: How many.
-        noun: The plural, alone or as the last of several words: ``'training nodes'``.
-    """
+    """Returns ``'1 worker'`` or ``'1,200 workers'``, given the plural as the last word."""
     if number == 1:
         noun = re.sub(r"(?<=ss)es$|s$", "", noun)
     return f"{number:,} {noun}"

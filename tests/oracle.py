@@ -11,6 +11,8 @@ import copy
 import math
 import os
 import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -436,6 +438,21 @@ def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 def parts(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` for parts of the graph that this process hosts."""
     return host(fn, number, *args)
+
+
+def ended(fn: Callable[..., Any], *args: Any) -> int:
+    """Runs ``fn`` in a copy of this process; its exit code, less than 0 for a signal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of threads, which a copy has not.
+        child = os.fork()
+    if not child:
+        try:
+            fn(*args)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:

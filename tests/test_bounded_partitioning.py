@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from oracle import ended
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_undirected
@@ -72,9 +74,12 @@ def test_the_same_bytes_as_without_a_limit(
 
 
 def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> None:
-    data = graph()
+    data, said = graph(), []
     with pytest.raises(ValueError, match=r"Expected 'memory' to hold 64 bytes .* parts") as caught:
-        pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random", memory="2MiB")
+        pyg_sar.write_partitions(
+            data, 2, tmp_path / "parts", "random", memory="2MiB", progress=said.append
+        )
+    assert said and not [line for line in said if line.startswith("assigning")]  # Not even parts.
     assert not list(tmp_path.iterdir())
     words = str(caught.value).split()
     parts = int(words[words.index("about") + 1])
@@ -85,28 +90,6 @@ def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> 
         pyg_sar.write_partitions(data, 20, tmp_path / "other", "metis", memory="2MiB")
     with pytest.raises(ValueError, match=r"memory='much' must be a number of bytes"):
         pyg_sar.write_partitions(data, 2, tmp_path / "other", memory="much")
-
-
-def test_even_parts_that_do_not_fit_are_refused_before_nodes_are_assigned(tmp_path: Path) -> None:
-    said: list[str] = []
-    with pytest.raises(ValueError, match="Expected 'memory' to hold 64 bytes"):
-        pyg_sar.write_partitions(
-            graph(), 2, tmp_path / "parts", "random", memory="2MiB", progress=said.append
-        )
-    assert said and not [line for line in said if line.startswith("assigning")]
-
-
-KILLED = """
-import os, signal, sys
-import pyg_sar
-from test_bounded_partitioning import graph
-
-def report(line):
-    if line.startswith(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-pyg_sar.write_partitions(graph(), 5, sys.argv[1], "random", memory="12MiB", progress=report)
-"""
 
 
 def test_an_assignment_of_types_is_taken_up(tmp_path: Path) -> None:
@@ -136,9 +119,14 @@ def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
     data, said = graph(), []
     root, whole = tmp_path / "parts", tmp_path / "whole"
     pyg_sar.write_partitions(data, 5, whole, "random")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = [sys.executable, "-W", "ignore", "-c", KILLED, str(root), "writing part 4"]
-    assert subprocess.run(killed, env=environment, timeout=100).returncode == -signal.SIGKILL
+
+    def die(line: str) -> None:
+        if line.startswith("writing part 4"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    how: dict[str, Any] = {"memory": "12MiB", "overwrite": True}
+    killed = partial(pyg_sar.write_partitions, progress=die, **how)
+    assert ended(killed, data, 5, root, "random") == -signal.SIGKILL
     (left,) = (path for path in tmp_path.iterdir() if path != whole)
     assert left.name == ".parts.unfinished" and len(list((left / "parts").iterdir())) == 3
     before = left.with_name("left")
@@ -146,9 +134,7 @@ def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
 
     def partition(data: Any, seed: int = 0) -> list[str]:
         said.clear()
-        pyg_sar.write_partitions(
-            data, 5, root, "random", seed, memory="12MiB", progress=said.append, overwrite=True
-        )
+        pyg_sar.write_partitions(data, 5, root, "random", seed, progress=said.append, **how)
         assert not left.exists()
         return [line for line in said if line.startswith(("taking", "writing"))]
 

@@ -224,7 +224,7 @@ def test_tutorial_runs_and_keeps_its_limit_of_memory(executed):
 
 def shape(text: str) -> str:
     """The text without its fractions and peaks, which depend on the machine."""
-    return re.sub(r"\d+\.\d+|\d+e-\d+|target \d+|\d+ mib beyond", "#", text.lower())
+    return re.sub(r"\d+\.\d+|\d+e[-+]\d+|target \d+|\d+ mib beyond", "#", text.lower())
 
 
 @pytest.mark.parametrize("path", [NOTEBOOK, TUTORIAL], ids=lambda path: path.stem)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import everything
 from hetero_graphs import make_hetero, random_parts
 from oracle import make_graph, parts, whole
 from safetensors.torch import load, save_file
@@ -33,7 +34,7 @@ from pyg_sar.partition.parts import decode_attributes
 from pyg_sar.partition.storage import merge_partitions, part_file, read_part
 
 WORLD = 3
-PER_GRAPH = 75  # mutations of each kind of graph and of file
+PER_GRAPH = 75 if everything() else 30  # mutations of each kind of graph and of file
 
 
 def make_homogeneous() -> Any:
@@ -447,14 +448,3 @@ def test_attributes_are_not_those_of_the_object_that_holds_them(tmp_path: Path):
     for read in (pyg_sar.load_partition, merge_partitions):
         with pytest.raises(PartitionError, match="'attributes._mapping' to be .* another name"):
             read(tmp_path / "parts")
-
-
-def test_features_of_another_dtype_are_named(tmp_path: Path):
-    """Integers where the metadata has float64 trained on other numbers."""
-    pyg_sar.write_partitions(make_graph(), 1, tmp_path / "parts")
-    tensors = load_file(tmp_path / "parts" / part_file(0, 1))
-    tensors["node.x"] = tensors["node.x"].view(torch.int64)
-    row = storage._write_part(tmp_path / "parts", tensors, 0, 1)
-    storage._write_metadata(tmp_path / "parts", {**metadata_of(tmp_path / "parts"), "parts": [row]})
-    with pytest.raises(PartitionError, match=r"'node.x' of '.*part-00000.*int64.*float64"):
-        pyg_sar.load_partition(tmp_path / "parts")

@@ -56,9 +56,9 @@ def test_synthetic_counts_are_exact(directed, homophily):
 def test_synthetic_degrees_follow_the_power_law():
     """The Hill estimate of the tail's exponent, from the largest 2% of the degrees."""
     for exponent in (2.2, 3.0):
-        graph = SyntheticGraph(nodes=100_000, degree=20, features=0, classes=2, exponent=exponent)
+        graph = SyntheticGraph(nodes=40_000, degree=20, features=0, classes=2, exponent=exponent)
         edge_index = synthetic_graph(graph).edge_index
-        largest = degree(edge_index[1], 100_000).sort(descending=True).values[:2000].double()
+        largest = degree(edge_index[1], 40_000).sort(descending=True).values[:800].double()
         estimate = 1 + 1 / (largest / largest[-1]).log().mean().item()
         assert abs(estimate - exponent) < 0.25
 
@@ -383,7 +383,7 @@ def test_real_archives(name, options, num_edges, num_features, split_sizes, shar
 # PyG's and OGB's datasets #####################################################
 
 
-@pytest.mark.parametrize("name", ["Cora", "cora", "Planetoid/Cora"])
+@pytest.mark.parametrize("name", ["cora", "Planetoid/Cora"])
 def test_planetoid_offline(name, shared_data, tmp_path):
     shutil.copytree(
         shared_data("planetoid_raw/Cora"), tmp_path / "Cora", copy_function=shutil.copyfile

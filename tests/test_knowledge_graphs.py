@@ -79,18 +79,6 @@ class BellmanFord(MessagePassing):
         return self.norm(self.out(torch.cat([state, out], -1))).relu()
 
 
-class Fused(BellmanFord):
-    """As NBFNet has it: the boundary condition is a message of each node to itself."""
-
-    def forward(self, state: Tensor, query: Tensor, boundary: Tensor, data: Data) -> Tensor:
-        source, target = data.edge_index
-        rows = self.relations(query).index_select(-2, data.edge_type)
-        messages = self.acted_on(state[:, source], rows) * data.weight.view(-1, 1)
-        messages = torch.cat([messages, boundary], -2)
-        index = torch.cat([target, torch.arange(NODES)])
-        return self.combined(state, scatter(messages, index, -2, NODES, self.aggr))
-
-
 class Original(BellmanFord):
     """As NBFNet's code has it: ``message`` appends the boundary, ``aggregate`` knows of it.
 
@@ -207,13 +195,3 @@ def test_nbfnet(start, world, kind, tmp_path):
             scale = gradient_scale(others)
             wrong = {n: error(gradients[n], g, scale) for n, g in others.items() if g is not None}
             assert max(wrong.values()) <= TOLERANCE, (case, wrong)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c[2] != "pna"])
-def test_the_plain_message_is_the_fused_one(case):
-    data = graph()
-    (scores, _), (fused, _) = step(network(case), data), step(network(case, Fused), data)
-    # A maximum that starts from 0 where no edge comes in differs from one of the boundary alone.
-    fed = torch.zeros(NODES, dtype=torch.bool).index_fill(0, data.edge_index[1], True)
-    assert fed.all() or case[2] == "sum"
-    torch.testing.assert_close(scores, fused)

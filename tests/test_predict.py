@@ -161,22 +161,10 @@ class Centred(nn.Module):
         return (out - out.max(0).values) * share.view(-1, 1)
 
 
-def test_models_that_reduce_over_nodes_in_parts(monkeypatch: pytest.MonkeyPatch):
-    data, model = make_graph(NODES), Centred()
-    expected = whole(model, data)
-
-    def launched(fn: Any, workers: int, *args: Any, parts: int) -> None:
-        host(lambda: fn(*copy.deepcopy(args)), parts)
-
-    monkeypatch.setattr(inference, "launch", launched)
-    assert close(pyg_sar.infer(model, data, parts=3), expected)
-    alike = r"result of the nodes.*got shape .40, 2. on all workers, at rank 0.: pass forward="
-    with pytest.raises(WorkerError, match=alike):
-        pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
-
-
-def test_models_that_reduce_over_nodes(partitions: Partitions, tmp_path: Path):
-    """On a partition's parts, a plain model and a distributed one."""
+def test_models_that_reduce_over_nodes(
+    partitions: Partitions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a partition's parts, a plain model and a distributed one; and on those of a graph."""
     data, model = make_graph(NODES), Centred()
     expected, root, path = whole(model, data), partitions(data, 3), tmp_path / "out.npy"
 
@@ -187,8 +175,16 @@ def test_models_that_reduce_over_nodes(partitions: Partitions, tmp_path: Path):
             assert np.abs(rows.numpy() - expected.numpy()).max() < TOLERANCE
         assert type(model.conv) is SAGEConv
 
+    def launched(fn: Any, workers: int, *args: Any, parts: int) -> None:
+        host(lambda: fn(*copy.deepcopy(args)), parts)
+
     host(part, 3)
     assert close(torch.from_numpy(np.load(path)), expected)
+    monkeypatch.setattr(inference, "launch", launched)
+    assert close(pyg_sar.infer(model, data, parts=3), expected)
+    alike = r"result of the nodes.*got shape .40, 2. on all workers, at rank 0.: pass forward="
+    with pytest.raises(WorkerError, match=alike):
+        pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
 
 
 def measured(fn: Any, *args: Any) -> tuple[int, int]:
@@ -325,11 +321,10 @@ def permuted(world: int) -> list[Tensor]:
     return [order[rank::world] for rank in range(world)]
 
 
-@pytest.mark.parametrize("window", [2**24, 100])
-def test_each_worker_writes_its_rows(window: int, tmp_path: Path):
-    rows, path = torch.randn(NODES, 5), tmp_path / "rows.npy"
+def test_each_worker_writes_its_rows(tmp_path: Path):
+    path, sent = tmp_path / "rows.npy", []
 
-    def worker(rows: Tensor) -> int:
+    def worker(rows: Tensor, window: int) -> int:
         comm = pyg_sar.comm.current()
         places = permuted(3)[comm.rank]
         with pytest.MonkeyPatch.context() as patch, pyg_sar.Ledger(comm) as ledger:
@@ -337,13 +332,13 @@ def test_each_worker_writes_its_rows(window: int, tmp_path: Path):
             write_rows(rows[places], places, path)
         return ledger.sent
 
-    sent = workers(worker, 3, rows)
-    assert np.array_equal(np.load(path), rows.numpy())
-    wide = torch.randn(NODES, 5000)
+    for width, window in ((5, 2**24), (5, 100), (5000, 2**24)):
+        rows = torch.randn(NODES, width)
+        sent.append(max(workers(worker, 3, rows, window)))
+        assert np.array_equal(np.load(path), rows.numpy()) and os.listdir(tmp_path) == ["rows.npy"]
 
     # A byte per row and some words travel, whatever a row holds.
-    assert max(workers(worker, 3, wide)) <= max(sent) + 32 and max(sent) < 5000
-    assert np.array_equal(np.load(path), wide.numpy()) and os.listdir(tmp_path) == ["rows.npy"]
+    assert sent[2] <= sent[0] + 32 and sent[0] < 5000
 
 
 def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path):

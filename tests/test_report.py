@@ -51,6 +51,11 @@ def make_trainer(*callbacks: Callback, config: TrainConfig = CONFIG) -> Trainer:
     return Trainer(model, small_graph(), config, callbacks=callbacks)
 
 
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr(report, "draw_report", lambda folder: None)
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
@@ -104,6 +109,12 @@ def test_the_picture_shows_epochs_times_memory_and_kinds(tmp_path, monkeypatch):
     drawn[0].draw_without_rendering()
     for axes in (loss, scores, seconds, traffic, kinds):
         assert all(tick == int(tick) for tick in axes.get_xticks())
+    for axes in drawn[0].axes:
+        legend = axes.get_legend()
+        assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
+        assert axes.get_ylabel() and axes.get_xlabel()
+        assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
+    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
 
 
 def test_files_of_others_are_kept(tmp_path):
@@ -113,7 +124,7 @@ def test_files_of_others_are_kept(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
+def test_another_runs_report_is_not_overwritten_unasked(tmp_path, no_picture):
     make_trainer(Report(tmp_path)).fit()
     before = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(ReportError, match=r"holds the report of another run; choose another"):
@@ -128,7 +139,7 @@ def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
         make_trainer(Report(tmp_path / "b", config={"a": object()})).fit()
 
 
-def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
+def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch, no_picture):
     """A file of no line would be taken for another run's report."""
 
     def full(path: Path, write: Any) -> None:
@@ -144,7 +155,7 @@ def test_a_report_that_cannot_begin_leaves_nothing(tmp_path, monkeypatch):
     make_trainer(Report(tmp_path / "report")).fit()
 
 
-def test_a_resumed_run_continues_the_lines(tmp_path):
+def test_a_resumed_run_continues_the_lines(tmp_path, no_picture):
     first = make_trainer(Report(tmp_path / "r"), config=replace(CONFIG, restore_best=False))
     first.fit()
     first.save(tmp_path / "c")
@@ -247,21 +258,6 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
         assert set(summary["workers"][rank]["layers"]) >= {"convs.0", "convs.1"}
         assert "holds the report of another run" in worker["refused"]
-
-
-def test_legends_stand_below_and_bytes_start_at_zero(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
-    monkeypatch.setattr(report, "replace_file", lambda path, write: write(path))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    draw_report(tmp_path)
-    drawn[0].draw_without_rendering()
-    for axes in drawn[0].axes:
-        legend = axes.get_legend()
-        assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
-        assert axes.get_ylabel() and axes.get_xlabel()
-        assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
-    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
 
 
 def test_results_are_tables_in_a_notebook():

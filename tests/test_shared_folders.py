@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from oracle import ended
 from small_graphs import small_graph
 
 import pyg_sar
@@ -20,6 +19,7 @@ from pyg_sar.errors import CheckpointError, PartitionError
 from pyg_sar.files import TemporaryFolder, remove_leftovers, replace_file
 from pyg_sar.partition.storage import merge_partitions
 from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.train import report
 
 FEW = {"method": "random", "memory": "64MiB"}
@@ -119,23 +119,18 @@ def test_what_came_into_the_folder_meanwhile_stays(tmp_path: Path):
 
 # What killed runs leave #######################################################
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from pyg_sar.files import TemporaryFolder, replace_file
-from pyg_sar.tools.script_files import PrivateFiles
 
-def die(file):
-    file.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
+def killed(path: Path) -> None:
+    def die(file: Path) -> None:
+        file.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-folders = [TemporaryFolder(f"pyg_sar-{kind}-") for kind in ("run", "parts")]
-files = PrivateFiles()
-for folder in (*(one.path for one in folders), Path(files.folder)):
-    (folder / "some").mkdir()
-    (folder / "some" / "file").write_text("left")
-replace_file(Path(sys.argv[1]), die)
-"""
+    folders = [TemporaryFolder(f"pyg_sar-{kind}-") for kind in ("run", "parts")]
+    files = PrivateFiles()
+    for folder in (*(one.path for one in folders), Path(files.folder)):
+        (folder / "some").mkdir()
+        (folder / "some" / "file").write_text("left")
+    replace_file(path, die)
 
 
 def test_the_next_run_removes_what_a_killed_one_left(
@@ -143,9 +138,7 @@ def test_the_next_run_removes_what_a_killed_one_left(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path = tmp_path / "t.ckpt"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", KILLED, str(path)]
-    assert subprocess.run(command, env=environment, timeout=300).returncode == -signal.SIGKILL
+    assert ended(killed, path) == -signal.SIGKILL
     assert len(names(tmp_path)) == 4
     precious = tmp_path / f"pyg_sar-parts-{'a' * 16}"  # Such a name, but no marker.
     precious.mkdir()

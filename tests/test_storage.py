@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from combinations import everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import ended
 from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
@@ -121,7 +121,7 @@ def root(tmp_path) -> Path:
 # Round trip ###################################################################
 
 
-@settings(max_examples=60 if everything() else 20)
+@settings(max_examples=60 if everything() else 12)
 @given(
     num_nodes=st.integers(1, 12),
     num_edges=st.integers(0, 30),
@@ -382,15 +382,11 @@ def test_a_number_of_nodes_is_whole(tmp_path):
         write_partitions(several, 2, tmp_path / "parts")
 
 
-def test_wrong_arguments(tmp_path):
-    with pytest.raises(TypeError, match=r"a Data or a HeteroData.*got dict"):
-        write_partitions({}, 2, tmp_path / "parts")
+def test_graphs_without_nodes(tmp_path):
     with pytest.raises(ValueError, match="no node type"):
         write_partitions(HeteroData(), 2, tmp_path / "parts")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="set data.num_nodes"):
         write_partitions(Data(), 2, tmp_path / "parts")
-    with pytest.raises(ValueError, match="'num_parts' to be at least 1"):
-        write_partitions(small_data(), 0, tmp_path / "parts")
 
 
 # Determinism and atomicity ####################################################
@@ -480,42 +476,23 @@ def test_a_failed_rename_puts_the_old_folder_back(root, monkeypatch):
     assert [path.name for path in root.parent.iterdir()] == [root.name]
 
 
-KILLED_WRITES = """
-import os, signal, sys
-import torch
-import pyg_sar.partition.storage as storage
-from torch_geometric.data import Data
+@pytest.mark.parametrize("half", [False, True])
+def test_a_killed_write_leaves_no_folder_that_loads(half, tmp_path, monkeypatch):
+    """Before the metadata, or in the middle of them."""
+    write = storage._write_metadata
 
-write = storage._write_metadata
+    def die(folder: Path, content: dict[str, Any]) -> None:
+        if half:
+            write(folder, content)
+            path = folder / METADATA
+            path.write_text(path.read_text()[:-9])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def die(folder, content):
-    if stage == "metadata half written":
-        write(folder, content)
-        path = folder / storage.METADATA
-        path.write_text(path.read_text()[:-9])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-storage._write_metadata = die
-for stage in ("parts written", "metadata half written"):
-    child = os.fork()
-    if child == 0:
-        data = Data(num_nodes=4, edge_index=torch.tensor([[0, 1], [1, 2]]))
-        storage.write_partitions(data, 2, sys.argv[1])
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_killed_write_leaves_no_folder_that_loads(tmp_path, repository):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_WRITES, str(tmp_path / "parts")],
-        cwd=repository,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.split() == ["-9", "-9"], done.stderr
-    assert not (tmp_path / "parts").exists()
-    (left,) = tmp_path.iterdir()  # The second one removed what the first one left.
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_write_metadata", die)
+        for _ in range(2):  # The second one removes what the first one left.
+            assert ended(write_partitions, small_data(), 2, tmp_path / "parts") == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
     with pytest.raises(PartitionError):
         read_metadata(left / "parts")
     write_partitions(small_data(), 2, tmp_path / "parts")
@@ -525,71 +502,33 @@ def test_a_killed_write_leaves_no_folder_that_loads(tmp_path, repository):
 # Damage #######################################################################
 
 
-def test_every_flipped_byte_is_noticed(root):
+def test_flipped_bytes_and_truncations_are_noticed(root):
+    """Each of the metadata with ``--all``."""
+
+    def refused(path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        with pytest.raises(PartitionError):
+            for p in range(read_metadata(root).num_parts):
+                read_part(root, p)
+
     for path in sorted(root.iterdir()):
         content = path.read_bytes()
-        for position in range(0, len(content), 1 if path.name == METADATA else 7):
+        for position in range(0, len(content), 1 if everything() else 31):
             damaged = bytearray(content)
             damaged[position] ^= 1
-            path.write_bytes(damaged)
-            with pytest.raises(PartitionError):
-                for p in range(read_metadata(root).num_parts):
-                    read_part(root, p)
+            refused(path, damaged)
+        for size in (*range(0, len(content), 13 if everything() else 131), len(content) - 1):
+            refused(path, content[:size])
+        refused(path, content + b"\0")
         path.write_bytes(content)
     merge_partitions(root)
 
 
-def test_every_truncation_is_noticed(root):
-    for path in sorted(root.iterdir()):
-        content = path.read_bytes()
-        for size in (*range(0, len(content), 13), len(content) - 1):
-            path.write_bytes(content[:size])
-            with pytest.raises(PartitionError):
-                for p in range(read_metadata(root).num_parts):
-                    read_part(root, p)
-        path.write_bytes(content + b"\0")
-        with pytest.raises(PartitionError):
-            for p in range(read_metadata(root).num_parts):
-                read_part(root, p)
-        path.write_bytes(content)
-
-
-def test_damage_is_explained(root):
+def test_a_part_that_is_no_file_of_tensors(root):
     path = root / part_file(1, 2)
-    content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    with pytest.raises(
-        PartitionError, match=f"{len(content) - 1:,} bytes instead of {len(content):,}"
-    ):
-        read_part(root, 1)
-    path.write_bytes(b"\xff" * len(content))
-    with pytest.raises(PartitionError, match=r"was altered.*SHA-256.*copy it again"):
-        read_part(root, 1)
+    path.write_bytes(b"\xff" * len(path.read_bytes()))
     with pytest.raises(PartitionError, match="can't be read"):
         read_part(root, 1, verify=False)
-    path.unlink()
-    with pytest.raises(PartitionError, match=r"part 1 .*is missing"):
-        read_part(root, 1)
-    read_part(root, 0)  # A worker reads its own part only.
-
-
-def test_missing_or_foreign_metadata(tmp_path):
-    with pytest.raises(PartitionError, match=r"holds no partition.*write_partitions"):
-        read_metadata(tmp_path / "nowhere")
-    (tmp_path / METADATA).write_text('{"format": "other"}')
-    with pytest.raises(PartitionError, match="does not describe"):
-        read_metadata(tmp_path)
-    (tmp_path / METADATA).write_bytes(b"\xff\xfe")
-    with pytest.raises(PartitionError, match="can't be read"):
-        read_metadata(tmp_path)
-
-
-def test_a_newer_version_says_so(root):
-    path = root / METADATA
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 7, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 7, newer than 6.*update pyg_sar"):
-        read_metadata(root)
 
 
 def test_a_forged_file_name_is_not_followed(root, tmp_path):
@@ -602,20 +541,6 @@ def test_a_forged_file_name_is_not_followed(root, tmp_path):
     (root / part_file(0, 2)).unlink()
     with pytest.raises(PartitionError, match="missing"):
         read_part(root, 0)
-
-
-def test_wrong_part_and_world_size(root):
-    for part in (-1, 2):
-        with pytest.raises(ValueError, match=f"0 .. 1.*got {part}"):
-            read_part(root, part)
-    metadata = read_metadata(root)
-    metadata.check_world_size(2)
-    with pytest.raises(
-        PartitionError, match="2 parts, but this run has 3 workers; start 2 workers or partition"
-    ):
-        metadata.check_world_size(3)
-    with pytest.raises(PartitionError, match="start 2 workers, pass parts=2 to pyg_sar.launch or"):
-        metadata.check_world_size(1)
 
 
 # Memory mapping ###############################################################

@@ -122,8 +122,9 @@ def test_relations_with_text_are_refused(tmp_path):
         load_graph(str(tmp_path))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-@pytest.mark.parametrize("ids", [NAMES, [9, 5, 7, 1], None])
+@pytest.mark.parametrize(
+    ("suffix", "ids"), [(".csv", NAMES), (".parquet", [9, 5, 7, 1]), (".parquet", None)]
+)
 def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
     data = load_graph(people(tmp_path, ids or [0, 1, 2, 3]), feature_columns="age income")
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")

@@ -385,22 +385,6 @@ def test_a_long_epoch_says_that_it_goes_on(monkeypatch):
 # Several workers #############################################################
 
 
-def _with_dropout(root: str) -> list[float]:
-    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double())
-    data = pyg_sar.load_partition(root)
-    data.x = data.x.double()
-    return Trainer(model, data, DROPOUT_FREE).fit().losses
-
-
-def test_dropout_is_that_of_one_process(tmp_path):
-    data = small_graph()
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
-    data.x = data.x.double()
-    expected = Trainer(make_model("gat", dropout=0.5).double(), data, DROPOUT_FREE).fit().losses
-    for found in pyg_sar.launch(_with_dropout, 1, str(tmp_path / "parts"), parts=2):
-        assert found == pytest.approx(expected, rel=1e-9)
-
-
 CASES = [
     ("gat", "none", {}),
     ("gat", "batch", {"clip_norm": 0.1}),

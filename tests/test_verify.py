@@ -118,7 +118,7 @@ def test_hosted_parts_and_what_they_keep(graph: Data, tmp_path: Path):
     assert refused.refused.keys() == {"module_0 (Mixes)"}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 4])
 def test_numbers_of_workers(workers: int, graph: Data):
     assert pyg_sar.verify(Net(), graph, workers).ok
 

@@ -29,9 +29,7 @@ from pyg_sar.partition.geometric import geometric_assignment
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.wording import counted
 
-METHODS: tuple[str, ...] = (
-    *("balanced", "metis", "coarsened", "geometric", "random", "contiguous"),
-)
+METHODS = ("balanced", "metis", "coarsened", "geometric", "random", "contiguous")
 _MOST_PARTS = 99_999
 _STREAMED = 2**30  # bytes for pieces of the stream where nothing limits them
 
@@ -281,11 +279,8 @@ def assign_node_types(
 
 
 def _given(method: Assignment, num_nodes: Mapping[str, int], num_parts: int) -> dict[str, Tensor]:
-    if set(method) != set(num_nodes):
-        missing, unknown = (
-            sorted(set(num_nodes) - set(method)),
-            sorted(set(method) - set(num_nodes)),
-        )
+    missing, unknown = sorted(set(num_nodes) - set(method)), sorted(set(method) - set(num_nodes))
+    if missing or unknown:
         raise ValueError(
             f"Expected 'method' to hold a vector for each of the node types {sorted(num_nodes)} "
             f"(missing: {missing}, unknown: {unknown})"

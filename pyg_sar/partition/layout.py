@@ -220,7 +220,33 @@ class PartitionStatistics(Shown):
         }
 
     def __str__(self) -> str:
-        return format_statistics(self)
+        """Returns a table with one row for each of the first parts."""
+        columns: list[tuple[str, list[int]]] = [("nodes", self.nodes), ("edges", self.edges)]
+        if self.training_nodes is not None:
+            columns.append(("training nodes", self.training_nodes))
+        columns.append(("halo rows", self.halo))
+        cut = f"{counted(self.edge_cut, 'edges')} ({100 * self.edge_cut_fraction:.2f}%)"
+        copies = f"{self.replication_factor:.3f} (own and halo rows over nodes)"
+        lines = [
+            f"{counted(self.num_nodes, 'nodes')} and {counted(self.num_edges, 'edges')} in "
+            f"{counted(self.num_parts, 'parts')}",
+            f"edge cut            {cut}",
+            f"replication factor  {copies}",
+            _row("part", [name for name, _ in columns]),
+        ]
+        for p in range(min(self.num_parts, _SHOWN)):
+            lines.append(_row(str(p), [f"{values[p]:,}" for _, values in columns]))
+        if self.num_parts > _SHOWN:
+            lines.append(_row("...", [f"({self.num_parts - _SHOWN} more)"]))
+        lines.append(_row("max/mean", [f"{self.balance[name]:.3f}" for name, _ in columns]))
+        return "\n".join(lines)
+
+
+_SHOWN = 16  # parts
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"{name:>8}" + "".join(f"  {cell:>14}" for cell in cells)
 
 
 def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> PartitionStatistics:
@@ -245,32 +271,6 @@ def _training(nodes: NodeOrder, mask: Tensor | None) -> list[int] | None:
         return None
     chosen = nodes.part[mask if mask.dim() == 1 else mask[:, 0]]
     return torch.bincount(chosen, minlength=nodes.num_parts).tolist()
-
-
-def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> str:
-    """Returns a table of the statistics, with one row for each of the first ``max_rows`` parts."""
-    s = statistics
-    columns: list[tuple[str, list[int]]] = [("nodes", s.nodes), ("edges", s.edges)]
-    if s.training_nodes is not None:
-        columns.append(("training nodes", s.training_nodes))
-    columns.append(("halo rows", s.halo))
-    lines = [
-        f"{counted(s.num_nodes, 'nodes')} and {counted(s.num_edges, 'edges')} in "
-        f"{counted(s.num_parts, 'parts')}",
-        f"edge cut            {counted(s.edge_cut, 'edges')} ({100 * s.edge_cut_fraction:.2f}%)",
-        f"replication factor  {s.replication_factor:.3f} (own and halo rows over nodes)",
-        table_row("part", [name for name, _ in columns]),
-    ]
-    for p in range(min(s.num_parts, max_rows)):
-        lines.append(table_row(str(p), [f"{values[p]:,}" for _, values in columns]))
-    if s.num_parts > max_rows:
-        lines.append(table_row("...", [f"({s.num_parts - max_rows} more)"]))
-    lines.append(table_row("max/mean", [f"{s.balance[name]:.3f}" for name, _ in columns]))
-    return "\n".join(lines)
-
-
-def table_row(name: str, cells: list[str]) -> str:
-    return f"{name:>8}" + "".join(f"  {cell:>14}" for cell in cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +315,7 @@ class HeteroPartitionStatistics(PartitionStatistics):
         }
 
     def __str__(self) -> str:
-        lines = [format_statistics(self), f"{'nodes':>12}  {'max/mean':>9}  node type"]
+        lines = [super().__str__(), f"{'nodes':>12}  {'max/mean':>9}  node type"]
         for kind in self.types:
             lines.append(f"{sum(kind.nodes):>12,}  {_balance(kind.nodes):>9.3f}  {kind.name}")
         lines.append(f"{'edges':>12}  {'cut':>8}  {'halo rows':>10}  {'max/mean':>9}  relation")

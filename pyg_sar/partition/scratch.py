@@ -129,7 +129,7 @@ class GroupedRows:
         """Adds rows: ``order`` sorts them by part, whose runs then start at ``bounds``."""
         if not self._row:
             return
-        # As bytes: older versions of PyTorch don't select rows of all dtypes.
+        # As bytes: PyTorch doesn't select from vectors of all dtypes (uint16).
         raw = rows.contiguous().view(len(rows), self._row // rows.itemsize).view(torch.uint8)
         flat = raw.index_select(0, order).view(-1).numpy()
         with self._path.open("r+b") as file:

@@ -467,11 +467,6 @@ def read_part(
     :func:`read_metadata` gave, to spare a second look.
     """
     metadata = metadata or read_metadata(root)
-    if not 0 <= part < metadata.num_parts:
-        raise ValueError(
-            f"Expected 'part' to be in 0 .. {metadata.num_parts - 1}, the parts of '{root}' "
-            f"(got {part})"
-        )
     info = metadata.parts[part]
     path = Path(root) / part_file(part, metadata.num_parts)
     remedy = "copy it again or partition the graph anew"

@@ -133,9 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 75: SIGUSR1 came,
     the checkpoint is saved. 130: Ctrl-C.
-
-    Args:
-        argv: Arguments without the program's name (``sys.argv[1:]``).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -637,4 +634,3 @@ def _add_demo(commands: Any) -> None:
     add("--mode", type=int, choices=(1, 2, 3), default=default.mode, help="of the layers")
     add("--prefetch", type=int, default=default.prefetch, choices=(0, 1), help="shards ahead")
     add("--seed", type=int, default=default.seed, help="of graph, partition and parameters")
-    add("--out", default=default.out, metavar="DIR", help="for the partition and the picture")

@@ -273,14 +273,7 @@ class Plan(Shown):
         return "\n".join([*lines, self._why()])
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Writes a picture of memory over time of an epoch; the one to take is a star.
-
-        Args:
-            path: A file ``.svg``, ``.png`` or another that matplotlib writes.
-
-        Raises:
-            ImportError: Without matplotlib.
-        """
+        """Writes a picture of memory over time of an epoch; the one to take is a star."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:

@@ -62,12 +62,7 @@ _CLASSES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockModel:
-    """A class of ``torch_geometric.nn`` and its arguments, all of them values that JSON can hold.
-
-    Attributes:
-        name: The class, such as ``'GCN'``.
-        arguments: Its keyword arguments.
-    """
+    """A class of ``torch_geometric.nn`` and its keyword arguments, as JSON can hold them."""
 
     name: str
     arguments: dict[str, Any]
@@ -213,18 +208,7 @@ def place_and_name(source: str) -> tuple[str, str]:
 
 
 def imported_model(source: str, data: Data) -> nn.Module:
-    """Builds a model by ``'module:callable'`` or ``'FILE.py:callable'``.
-
-    Args:
-        source: Where the function (or class) is.
-        data: The graph that the model is for.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: When there is no such function, or it returns no model.
-    """
+    """Builds a model for the graph ``data`` by ``'module:callable'`` or ``'FILE.py:callable'``."""
     place, name = place_and_name(source)
     make: Callable[..., Any] | None = getattr(_module(place), name, None)
     if not callable(make):

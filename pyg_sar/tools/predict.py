@@ -240,11 +240,8 @@ def write_table(
     through ``.npy`` files beside it, so that no worker holds more than its own. Errors are raised
     on every worker.
 
-    Args:
-        values: A row per node of this worker, ``[num_local, *]``.
-        places: The places of these rows in the table, int64 ``[num_local]``.
-        names: The ids of these nodes (``data.node_name``); without them ids are the places.
-        path: The file.
+    ``values`` has a row per node of this worker, ``[num_local, *]``, ``places`` their places in the
+    table, int64 ``[num_local]``, and ``names`` their ids (``data.node_name``), by default places.
     """
     comm, path = current(), Path(path).absolute()
     with ExitStack() as stack:

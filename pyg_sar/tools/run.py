@@ -187,11 +187,9 @@ def train_seeds(config: RunConfig, stop: SignalNotice | None = None) -> list[Tra
 
 
 def over_seeds(results: Sequence[TrainResult], first: int) -> dict[str, Any]:
-    """Returns the best scores of runs with the seeds ``first``, ``first + 1``, ...
-
-    Returns:
-        ``seeds``, ``best_epoch`` and ``best`` of each run, and of each score that all runs have the
-        ``mean`` and the ``spread``, the standard deviation of a sample.
+    """Returns ``seeds`` (``first``, ``first + 1``, ...), ``best_epoch`` and ``best`` of each run,
+    and of each score that all runs have the ``mean`` and the ``spread``, the standard deviation of
+    a sample.
     """
     every = [result.best or {} for result in results]
     found: dict[str, Any] = {

@@ -113,16 +113,9 @@ class Evaluation:
 
     Scores are of the rows of all graphs, and of all replicas, together.
 
-    Args:
-        data: The graphs to train on.
-        others: Other graphs for ``'val'`` and ``'test'``.
-        target, splits, column: As of :func:`~pyg_sar.train.targets.find_targets`.
-        objective, metrics, comm: The loss, metrics by name, the workers.
-
-    Attributes:
-        graphs: The first ones are those to train on; ``targets`` are those of the first one.
-        totals: Rows of each split, of all replicas.
-        classifies: Is true where targets are classes.
+    ``data`` are the graphs to train on, the first of ``graphs``; ``others`` those for ``'val'`` and
+    ``'test'``. ``targets`` are those of the first graph, ``totals`` the rows of each split of all
+    replicas; ``classifies`` is true where targets are classes.
     """
 
     def __init__(

@@ -55,19 +55,12 @@ class HostedRun:
     ) -> dict[str, Any]:
         """Returns what all parts kept, computed again and moved. Collective; empty without a host.
 
-        Args:
-            model: The distributed model.
-            ledger: Opened when this object was made.
-            num_nodes: The graph's nodes.
-            epochs: Epochs since.
-
-        Returns:
-            ``parts`` of each worker; ``memory``, its limit in bytes, and ``store``, or ``None``;
-            per epoch, of each worker, ``read_bytes`` and ``written_bytes`` of the store,
-            ``bits_of_bytes``, those of tensors that were saved as bits, and the
-            ``waited_seconds`` in which nothing was computed for the store's sake; and per layer
-            ``case`` (:func:`backward_case`), and for each phase how many halo rows one pass needs
-            and how many of them it reads from the store, over all parts and per node.
+        That is ``parts`` of each worker; ``memory``, its limit in bytes, and ``store``, or
+        ``None``; per epoch, of each worker, ``read_bytes`` and ``written_bytes`` of the store,
+        ``bits_of_bytes``, those of tensors that were saved as bits, and the ``waited_seconds`` in
+        which nothing was computed for the store's sake; and per layer ``case``
+        (:func:`backward_case`), and for each phase how many halo rows one pass needs and how many
+        of them it reads from the store, over all parts and per node.
         """
         host = self.comm.host
         if host is None:

@@ -1,12 +1,5 @@
 """The training loop: full-batch epochs, evaluation on all rows, schedules, early stop, checkpoints.
 
-.. code-block:: python
-
-    model = pyg_sar.distribute(build_model("gat", data.num_features, 8, num_classes))
-    trainer = Trainer(model, data, TrainConfig(epochs=200, lr=5e-3, patience=50),
-                      callbacks=[TqdmProgress(), CheckpointEvery("run.ckpt", every=10)])
-    result = trainer.fit()
-
 The loop does not know how the graph is divided: predictions and targets are tensors of the whole
 graph, losses and metrics PyTorch's own. With replicas, each has graphs of its own; a step is of one
 graph of each.
