@@ -31,7 +31,7 @@ help: ## Show this list
 
 venv: $(STAMPS)/core ## Make the virtual environment and install the package with its core needs
 
-demo: $(STAMPS)/core ## Partition a synthetic graph, train on 4 workers, compare with one process
+demo: $(STAMPS)/plot ## Partition a synthetic graph, train on 4 workers, compare with one process
 	$(BIN)/pyg-sar demo
 
 test: $(STAMPS)/test ## Run ruff, mypy and the tests

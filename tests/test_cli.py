@@ -720,12 +720,14 @@ def test_under_torchrun_a_mistake_is_one_line(parts):
 # demo ########################################################################
 
 
-def test_demo_shows_equal_losses_and_expected_bytes(capsys):
-    assert cli.main(["demo", "--nodes", "300", "--workers", "2", "--epochs", "3"]) == 0
+def test_demo_shows_equal_losses_and_expected_bytes(tmp_path, capsys):
+    arguments = ["--nodes", "300", "--workers", "2", "--epochs", "3", "--out", str(tmp_path / "d")]
+    assert cli.main(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert "largest difference" in out and "the same" in out
     assert "parameter gradients): equal" in out and "NOT" not in out
     assert out.count("expected") >= 2 and "one process" in out and "worker 1" in out
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["demo.png"]
 
 
 def test_demo_fails_where_losses_or_bytes_differ(capsys):

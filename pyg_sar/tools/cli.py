@@ -634,3 +634,4 @@ def _add_demo(commands: Any) -> None:
     add("--mode", type=int, choices=(1, 2, 3), default=default.mode, help="of the layers")
     add("--prefetch", type=int, default=default.prefetch, choices=(0, 1), help="shards ahead")
     add("--seed", type=int, default=default.seed, help="of graph, partition and parameters")
+    add("--out", default=default.out, metavar="DIR", help="for the partition and the picture")

@@ -13,7 +13,8 @@ formula says: per layer and pass, worker p's halo rows H_p times the bytes of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ from pyg_sar.partition.storage import merge_partitions, read_metadata, write_par
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import build_model
+from pyg_sar.train.report import legend_below
 from pyg_sar.wording import counted
 
 TOLERANCE = 1e-5
@@ -52,6 +54,7 @@ class DemoConfig:
     mode: int = 1
     prefetch: Literal[0, 1] = 1
     seed: int = 0
+    out: str = "runs/demo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +78,9 @@ def run_demo(config: DemoConfig) -> int:
     Returns:
         0 when the losses agree within 1e-5 and the bytes are those expected, otherwise 1.
     """
-    with TemporaryFolder("pyg_sar-demo-") as folder:
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryFolder("pyg_sar-demo-", out) as folder:
         parts = folder / "parts"
         data = load_graph("synthetic", seed=config.seed, nodes=config.nodes, classes=CLASSES)
         print(
@@ -95,6 +100,8 @@ def run_demo(config: DemoConfig) -> int:
     same = _show_losses(single.losses, workers[0].losses)
     _show_memory(single, workers)
     equal = _show_bytes(workers, halos, config)
+    picture = _draw(single, workers, _expected(halos, config), out / "demo.png")
+    print(f"\npicture: {picture}" if picture else "\nno picture: pip install 'pyg_sar[plot]'")
     return 0 if same and equal else 1
 
 
@@ -204,3 +211,37 @@ def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) ->
         f"{'equal' if equal else 'NOT equal'}"
     )
     return equal
+
+
+def _draw(
+    single: DemoRun, workers: list[DemoRun], expected: list[dict[str, int]], path: Path
+) -> Path | None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    loss, memory, traffic = figure.subplots(1, 3)
+    epochs = range(1, len(single.losses) + 1)
+    loss.plot(epochs, single.losses, linewidth=4, alpha=0.4, label="one process, plain PyG")
+    loss.plot(epochs, workers[0].losses, "k--", label=f"{counted(len(workers), 'workers')}")
+    loss.set(title="Loss", xlabel="epoch", ylabel="mean cross entropy")
+    legend_below(loss)
+    names = ["one", *(str(p) for p in range(len(workers)))]
+    used = [(r.peak_memory - r.base_memory) / 2**20 for r in (single, *workers)]
+    memory.bar(names, used, color=["tab:gray", *["tab:blue"] * len(workers)])
+    memory.set(title="Memory for training", xlabel="process", ylabel="MiB over the start")
+    _draw_bytes(traffic, workers, expected)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _draw_bytes(axes: Any, workers: list[DemoRun], expected: list[dict[str, int]]) -> None:
+    for offset, label, totals in (
+        (-0.2, "counted", [sum(w.traffic.values()) / 2**20 for w in workers]),
+        (0.2, "expected", [sum(row.values()) / 2**20 for row in expected]),
+    ):
+        axes.bar([p + offset for p in range(len(workers))], totals, width=0.38, label=label)
+    axes.set(title="Halo rows and gradients", xlabel="worker", ylabel="MiB")
+    axes.set_xticks(range(len(workers)))
+    legend_below(axes)
