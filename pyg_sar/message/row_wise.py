@@ -152,7 +152,8 @@ class RowCheck:
         method: str = "message",
     ) -> None:
         self.layer, self.edge_index = layer, edge_index
-        self.own_aggregate = method == "message" and not is_known(layer)
+        self.aggregates = method == "message"
+        self.own_aggregate = self.aggregates and not is_known(layer)
         self.program = RowProgram(
             layer, edge_index, kwargs, levels, (), method == "message", method=method
         )
@@ -224,7 +225,7 @@ class RowCheck:
             reason, more, asks = self._aggregate(rows)
             updates |= more
             trace.asks |= asks
-        elif self.own_aggregate and rows is None and not reason:
+        elif self.aggregates and rows is None and not reason:
             reason = (
                 f"its aggregate() takes a {type(second.out).__name__} of messages, which is not "
                 "tried: let message() return one tensor with a row per edge"
