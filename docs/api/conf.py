@@ -18,14 +18,23 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
 project = "pyg_sar"
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax", "myst_nb"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/api/*.rst", "benchmarks/**.md", "extensions/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/*.ipynb",
+    "examples/*.ipynb",
+    "docs/api/*.rst",
+    "benchmarks/**.md",
+    "extensions/*.md",
+]
 exclude_patterns = [".*", "build", "**/.*"]
 html_theme = "furo"
 html_title = "pyg_sar"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # tests run the notebook
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_inherit_docstrings = False
@@ -59,9 +68,18 @@ def place(name: str) -> str:
 
 
 def entry(module: str, name: str) -> str:
-    """Returns the line of what a package exports."""
-    found = place(f"{module}.{name}")
-    return f"* :py:obj:`{name} <{found}>`" if found != f"{module}.{name}" else f"* ``{name}``"
+    """Returns the line of what a package exports: its name, signature and summary."""
+    found, value = place(f"{module}.{name}"), getattr(importlib.import_module(module), name)
+    link = f":py:obj:`{name} <{found}>`" if found != f"{module}.{name}" else f"``{name}``"
+    if not callable(value):
+        return f"* {link}"
+    taken = (
+        f" ``({', '.join(inspect.signature(value).parameters)})``"
+        if inspect.isfunction(value)
+        else ""
+    )
+    summary = (inspect.getdoc(value) or "").partition("\n\n")[0].replace("\n", " ")
+    return f"* {link}{taken}: {summary}"
 
 
 def page(name: str) -> str:
@@ -97,7 +115,7 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 GUIDES = {
-    "Start": ["faq", "how_it_works", "whole-graph", "what-runs"],
+    "Start": ["tutorial", "faq", "how_it_works", "whole-graph", "what-runs"],
     "Train": ["training", "launching", "larger-than-memory", "link_prediction", "recipes"],
     "Before and after": ["partitioning", "planning", "verify", "inference"],
     "More": ["gpu", "versions", "results", "architecture"],
