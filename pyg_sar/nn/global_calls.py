@@ -38,7 +38,12 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import title_of
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
-from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
+from pyg_sar.message.layer_facts import (
+    asked_by,
+    draws_nothing,
+    draws_within_messages,
+    standing_in,
+)
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import (
     changes_of,
@@ -60,7 +65,6 @@ from pyg_sar.nn.global_inputs import (
 )
 from pyg_sar.nn.made_edges import of_size, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
@@ -377,24 +381,11 @@ class _Call:
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
     @contextmanager
-    def draws(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """The module draws random numbers as its policy says.
-
-        With ``random=None`` they are the worker's own; then all workers' state is one again.
-
-        Args:
-            args: What it is called with on this worker.
-            kwargs: The same by name.
-        """
+    def draws(self) -> Iterator[None]:
+        """With ``random=None`` a layer draws numbers of the worker's own; then states are one."""
         policy = getattr(self.module, "policy", None)
-        rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
-        silent = policy is not None and draws_nothing(self.module)
-        if policy is None or (policy.random is not None and silent):
+        if policy is None or policy.random is not None:
             yield
-            return
-        if policy.random is not None and rows is not None:
-            with rows.around(self.module, args, kwargs):
-                yield
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -528,7 +519,7 @@ class GlobalCalls:
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
-            if is_watched(self):
+            if is_watched(self) or not _draws_in_messages(self):
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -547,7 +538,7 @@ class GlobalCalls:
         with call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
-            with call.draws(own_args, own_kwargs):
+            with call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
 
@@ -574,6 +565,11 @@ def _taking_all_nodes(layer: Any) -> Iterator[None]:
     finally:
         layer.__class__ = own
         vars(layer).update(caches)
+
+
+def _draws_in_messages(layer: Any) -> bool:
+    """Returns whether a layer of PyG's draws for rows of edges, if at all: else for all nodes."""
+    return layer.policy.random is None or draws_nothing(layer) or draws_within_messages(layer)
 
 
 def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -> Any:
@@ -636,7 +632,10 @@ class GlobalPropagation(DistMessagePassing):
             within = f" ({', '.join(changes)})" if (changes := changes_of(self)) else ""
             what = "hooks, or methods or functions of the user's, within it"
             warn_of_memory(f"{title_of(self)} has {what}{within}")
-        if watched or vars(self).get("_mixes_edges"):
+        draws = self.policy.random is not None and not draws_nothing(self.aggr_module)
+        if draws:
+            warn_of_memory(f"{title_of(self)} draws random numbers for what its messages add up to")
+        if watched or draws or vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
         if call.edges_aside:
             why = f"{title_of(self)} takes values of edges along another axis than the first"

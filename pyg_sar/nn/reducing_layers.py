@@ -61,14 +61,6 @@ class FastRGCNMixin(gnn.FastRGCNConv):
         return cast(Tensor, super().message(x_j, edge_type, edge_index_j))
 
 
-REFUSED = {
-    "PANConv": (
-        "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
-        "steps of propagation instead: TAGConv, MixHopConv"
-    ),
-}
-"""Layers of PyG, by name as not every PyG has all, that several workers can't run, and why."""
-
 MIXINS: dict[type, type] = {
     gnn.ChebConv: ChebMixin,
     gnn.FastRGCNConv: FastRGCNMixin,
@@ -83,15 +75,14 @@ def check_layer(name: str, layer: torch.nn.Module, rank: int) -> None:
         layer: The layer.
         rank: This worker's.
     """
-    for base in type(layer).__mro__:
-        if base.__name__ in REFUSED and base is getattr(gnn, base.__name__, None):
-            raise ValueError(
-                f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): "
-                f"{REFUSED[base.__name__]}"
-            )
+    if isinstance(layer, gnn.PANConv):
+        raise ValueError(
+            f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): it "
+            "multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
+            "steps of propagation instead: TAGConv, MixHopConv"
+        )
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
     """Returns the classes that go before :class:`DistMessagePassing` in a layer's bases."""
-    found = next((base for base in kind.__mro__ if base in MIXINS), None)
-    return () if found is None else (MIXINS[found],)
+    return tuple(mixin for base, mixin in MIXINS.items() if issubclass(kind, base))
