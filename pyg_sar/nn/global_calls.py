@@ -87,11 +87,6 @@ _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cache
 class _Call:
     """A call of a module between tensors of the whole graph.
 
-    Args:
-        module: The module.
-        args: Its arguments.
-        kwargs: Those by name.
-
     Raises:
         DistributedIndexError: When an ``edge_index`` stands for no distributed edges, or it can't
             be told which rows a tensor has.
@@ -472,11 +467,7 @@ class _Call:
 
 
 def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
-
-    Args:
-        layer: The layer.
-    """
+    """Attributes of a layer that were computed of parameters: pruned, or another network's, say."""
     for module in layer.modules():
         for name, value in vars(module).items():
             plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)

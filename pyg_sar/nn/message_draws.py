@@ -29,11 +29,6 @@ def drawing(
     """Lets the layer's message draw meanwhile as ``SARPolicy(random=...)`` says.
 
     All workers come here together. Gives what draws; ``None``: each worker for itself.
-
-    Args:
-        layer: The layer (a ``DistMessagePassing``).
-        edge_index: Distributed edges.
-        kwargs: Keyword arguments of ``propagate``.
     """
     strength = layer.policy.random
     if strength is None:

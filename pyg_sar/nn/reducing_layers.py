@@ -68,13 +68,7 @@ MIXINS: dict[type, type] = {
 
 
 def check_layer(name: str, layer: torch.nn.Module, rank: int) -> None:
-    """Raises ``ValueError`` on a layer that is right in one process alone.
-
-    Args:
-        name: Its name in the model.
-        layer: The layer.
-        rank: This worker's.
-    """
+    """Raises ``ValueError`` on a layer that is right in one process alone."""
     if isinstance(layer, gnn.PANConv):
         raise ValueError(
             f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): it "
