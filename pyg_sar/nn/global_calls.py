@@ -33,7 +33,6 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import title_of
@@ -614,7 +613,6 @@ class GlobalPropagation(DistMessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
         given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
-        edge_index = self._given_edges(edge_index)
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
@@ -623,7 +621,8 @@ class GlobalPropagation(DistMessagePassing):
             within = f" ({', '.join(changes)})" if (changes := changes_of(self)) else ""
             what = "hooks, or methods or functions of the user's, within it"
             warn_of_memory(f"{title_of(self)} has {what}{within}")
-        draws = self.policy.random is not None and not draws_nothing(self.aggr_module)
+        aggr = self.aggr_module  # None: a layer has a method of its own
+        draws = None not in (self.policy.random, aggr) and not draws_nothing(aggr)
         if draws:
             warn_of_memory(f"{title_of(self)} draws random numbers for what its messages add up to")
         if watched or draws or vars(self).get("_mixes_edges"):
@@ -635,7 +634,6 @@ class GlobalPropagation(DistMessagePassing):
         try:
             with call.parameters(), own_rows_only():
                 (edges,), local = call.arguments((edge_index,), kwargs)
-                edges = self._local_edges(edges)
                 (edges,), local = _sharing(call, (edges,), local)
                 # A user's update waits meanwhile: it is to get all nodes.
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
@@ -716,36 +714,6 @@ class GlobalPropagation(DistMessagePassing):
                 out = out.index_select(axis, wrap(rows.ids, rows, 0))
         return cast(Tensor, out)
 
-    def _given_edges(self, edge_index: Any) -> Any:
-        """Returns the distributed edges that ``propagate`` is called with."""
-        return edge_index
-
-    def _local_edges(self, edges: Any) -> Any:
-        """Returns this worker's edges as ``propagate`` is to have them."""
-        return edges
-
-
-class GlobalSuperGAT(GlobalPropagation):
-    """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
-        self.__dict__.update(_given=edges[0] if edges else None)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            del self.__dict__["_given"]
-
-    def _given_edges(self, edge_index: Any) -> Any:
-        given = self.__dict__["_given"]
-        return edge_index if given is None else given
-
-    def _local_edges(self, edges: Any) -> Any:
-        if self.add_self_loops:  # as its forward() does with those of the whole graph
-            edges, _ = remove_self_loops(edges)
-            edges, _ = add_self_loops(edges, num_nodes=edges.plan.num_local)
-        return edges
-
 
 class GlobalHypergraph(GlobalPropagation):
     """``HypergraphConv``: of the last hyperedges, which are nodes of a type, some may be empty."""
@@ -758,9 +726,10 @@ class GlobalHypergraph(GlobalPropagation):
         return super().__call__(*args, **kwargs)
 
 
-_OWN_WAYS = {SuperGATConv: GlobalSuperGAT, HypergraphConv: GlobalHypergraph}
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
-_WORK_ON_ALL_NODES = (ARMAConv, HANConv, MeshCNNConv, LabelPropagation, *_FIND_EDGES)
+_WORK_ON_ALL_NODES = (
+    *(ARMAConv, HANConv, MeshCNNConv, LabelPropagation, SuperGATConv, HypergraphConv, *_FIND_EDGES),
+)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _ASKED = frozenset(
     {
@@ -786,7 +755,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
         if hasattr(author, name) and not hasattr(torch.nn.Module, name):
             return True  # PyG's forward() may call it, with the rows of all nodes.
     methods = [method for names in own for method in names.values()]
-    return issubclass(kind, (*_WORK_ON_ALL_NODES, *_OWN_WAYS)) or any(
+    return issubclass(kind, _WORK_ON_ALL_NODES) or any(
         not _OF_ALL.isdisjoint(method.__code__.co_names)
         for method in methods
         if inspect.isfunction(method)
@@ -839,8 +808,7 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
         kind: The class.
         on_all_nodes: Its ``forward`` may do more than treat each row for itself.
     """
-    found = (way for layer, way in _OWN_WAYS.items() if issubclass(kind, layer))
-    before = next(found, GlobalPropagation)
+    before = GlobalHypergraph if issubclass(kind, HypergraphConv) else GlobalPropagation
     if on_all_nodes or _works_on_all_nodes(kind):
         own = vars(kind).get("replaced", kind)  # or one's own, written against DistMessagePassing
         return type(kind.__name__, (before, own), names_of(kind))
