@@ -232,6 +232,7 @@ _PLAIN = (
     *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
     *(nn.BatchNorm1d, nn.LayerNorm, linear.Linear, linear.HeteroLinear, linear.HeteroDictLinear),
+    *(nn.ParameterDict, nn.GRUCell),
     nn.modules.linear.NonDynamicallyQuantizableLinear,  # of nn.MultiheadAttention
 )
 _BASES = frozenset(base for kind in _PLAIN for base in kind.__mro__)
