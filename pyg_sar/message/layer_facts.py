@@ -232,7 +232,7 @@ _PLAIN = (
     *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
     *(nn.BatchNorm1d, nn.LayerNorm, linear.Linear, linear.HeteroLinear, linear.HeteroDictLinear),
-    *(nn.ParameterDict, nn.GRUCell),
+    *(nn.ParameterDict, nn.GRUCell, nn.Embedding),
     nn.modules.linear.NonDynamicallyQuantizableLinear,  # of nn.MultiheadAttention
 )
 _BASES = frozenset(base for kind in _PLAIN for base in kind.__mro__)
@@ -265,6 +265,8 @@ def _is_silent(module: Any) -> bool:
     if any(home_of(vars(module)[name]) != "pyg_sar" for name in own):
         return False
     if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
+        return True
+    if kind is nn.Dropout and module.p == 0:
         return True
     if not _only_drops(kind):
         return False
