@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch_geometric.nn
 from torch.nn.parameter import is_lazy
-from torch_geometric.nn import EquilibriumAggregation, MessagePassing
+from torch_geometric.nn import EGConv, EquilibriumAggregation, MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.files import check_type
@@ -19,7 +19,6 @@ from pyg_sar.nn.embedding import own_rows
 from pyg_sar.nn.global_calls import GlobalCalls, global_class, named_as, names_of
 from pyg_sar.nn.global_inputs import warn_of_memory
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.reducing_layers import check_layer, mixin_of
@@ -109,7 +108,6 @@ def distribute(
     for group in (comm, comm.across):
         if group is not None:
             _check_alike(model, policy, policies, group)
-    draws = None if policy.random is None else DrawsOfLayers(comm, policy.random)
     if comm.world_size > 1:
         copy_from_first((*model.parameters(), *model.buffers()), comm)
         own_rows(model, comm)
@@ -131,7 +129,6 @@ def distribute(
                 module.__class__ = _dist_class(kind, comm.world_size == 1)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-            module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs
             if not isinstance(module, GlobalCalls):
@@ -202,9 +199,16 @@ def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
     layer = isinstance(module, MessagePassing)
-    module.__class__ = global_class(kind, layer and has_foreign_module(module))
+    on_all = layer and (has_foreign_module(module) or _counts_nodes(module))
+    module.__class__ = global_class(kind, on_all)
     module.shared_parameters = shared
     shared.join(name or kind.__name__, module)
+
+
+def _counts_nodes(layer: Any) -> bool:
+    """Returns whether a layer gives loops to the nodes up to the last one that has an edge."""
+    loops = isinstance(layer, EGConv) and layer.add_self_loops
+    return loops and "symnorm" not in layer.aggregators
 
 
 def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:

@@ -46,12 +46,6 @@ def adjacency(data, dtype=DOUBLE) -> Tensor:
 
 
 @between()
-def scaled_by_degree(x, data):
-    deg = degree(data.edge_index[1], x.size(0), dtype=x.dtype)
-    return x * deg.clamp(min=1).pow(-0.5).view(-1, 1)
-
-
-@between()
 def degree_by_bincount(x, data):
     deg = torch.bincount(data.edge_index[0], minlength=x.size(0))
     return torch.cat([x[:, 1:], deg.to(x.dtype).log1p().unsqueeze(-1)], dim=1)
@@ -69,19 +63,6 @@ def embedding_of_degrees(x, data, embedding):
     return x + embedding(degree(data.edge_index[1], x.size(0)).long())
 
 
-@between(linears(3))
-def scalers_of_degrees(x, data, nets):
-    deg = degree(data.edge_index[1], x.size(0), dtype=x.dtype).view(-1, 1)
-    delta = (deg + 1).log().mean()
-    return nets[0](x) + nets[1](x) * (deg + 1).log() / delta + nets[2](x) * delta / (deg + 1).log()
-
-
-@between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
-def drop_edge_by_hand(x, data, conv):
-    keep = torch.rand(data.edge_index.size(1)) > 0.3
-    return conv(x, data.edge_index[:, keep])
-
-
 @between(lambda: gnn.GCNConv(WIDTH, WIDTH))
 def drop_edge_of_pyg(x, data, conv):
     edge_index, _ = dropout_edge(data.edge_index, p=0.3)
@@ -92,12 +73,6 @@ def drop_edge_of_pyg(x, data, conv):
 def drop_edge_by_permutation(x, data, conv):
     keep = torch.randperm(data.edge_index.size(1))[: EDGES // 2]
     return conv(x, data.edge_index[:, keep])
-
-
-@between()
-def drop_node(x, data):
-    keep = torch.rand(x.size(0), 1, dtype=x.dtype) > 0.2
-    return x * keep / 0.8
 
 
 @between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
@@ -222,11 +197,6 @@ def sums_by_scatter_add(x, data):
 
 
 @between()
-def means_by_scatter_of_pyg(x, data):
-    return scatter(x[data.edge_index[0]], data.edge_index[1], 0, x.size(0), reduce="mean")
-
-
-@between()
 def maxima_by_scatter_reduce(x, data):
     row, col = data.edge_index
     index = col.view(-1, 1).expand(-1, x.size(1))
@@ -237,13 +207,6 @@ def maxima_by_scatter_reduce(x, data):
 def sums_by_index_put(x, data):
     row, col = data.edge_index
     return torch.zeros_like(x).index_put((col,), x[row], accumulate=True)
-
-
-@between(mlp)
-def edge_mlp_of_differences(x, data, net):
-    row, col = data.edge_index
-    message = net(x[row] - x[col])
-    return x + torch.zeros_like(x).index_add_(0, col, message)
 
 
 @between(lambda: nn.Sequential(nn.Linear(2 * WIDTH + 1, WIDTH), nn.SiLU()))
@@ -271,15 +234,6 @@ def softmax_over_edges_of_pyg(x, data, a):
     row, col = data.edge_index
     alpha = softmax(((x[row] + x[col]).tanh() * a).sum(-1), col, num_nodes=x.size(0))
     return scatter(alpha.view(-1, 1) * x[row], col, 0, dim_size=x.size(0))
-
-
-@between(linear)
-def gated_messages(x, data, net):
-    row, col = data.edge_index
-    gate = torch.sigmoid(net(x)[col] + x[row])
-    out = x.new_zeros(x.shape)
-    out.index_add_(0, col, gate * x[row])
-    return out / x.new_zeros(x.shape).index_add_(0, col, gate).clamp(min=1e-6)
 
 
 @between(lambda: nn.ModuleList([nn.Linear(3, WIDTH), mlp()]))
@@ -322,34 +276,6 @@ def chebyshev_by_hand(x, data, nets):
     return out + nets[2](now)
 
 
-@between(lambda: nn.Linear(3 * WIDTH, WIDTH))
-def hops_side_by_side(x, data, net):
-    adj, hops = adjacency(data), [x]
-    for _ in range(2):
-        hops.append(adj @ hops[-1])
-    return net(torch.cat(hops, dim=-1))
-
-
-@between(parameter(4))
-def learned_page_rank(x, data, gamma):
-    adj, out = adjacency(data), gamma[0] * x
-    for k in range(1, 4):
-        x = adj @ x
-        out = out + gamma[k] * x
-    return out
-
-
-@between()
-def page_rank_by_powers(x, data):
-    row, col = data.edge_index
-    share = 1 / degree(row, NODES, dtype=x.dtype).clamp(min=1)
-    rank = torch.full((NODES,), 1 / NODES, dtype=x.dtype)
-    for _ in range(4):
-        spread = torch.zeros(NODES, dtype=x.dtype).index_add_(0, col, (rank * share)[row])
-        rank = 0.15 / NODES + 0.85 * spread
-    return x * rank.view(-1, 1) * NODES
-
-
 @between()
 def hubs_and_authorities(x, data):
     row, col = data.edge_index
@@ -387,13 +313,6 @@ def laplacian_encodings(x, data, net):
     lap = torch.eye(x.size(0), dtype=x.dtype) - deg.view(-1, 1) * adj * deg
     values, _ = torch.linalg.eigh(lap)
     return x * (1 + net(values[:4]))
-
-
-@between(lambda: nn.Linear(WIDTH, WIDTH))
-def filter_of_eigenvalues(x, data, net):
-    adj = to_dense_adj(data.edge_index, max_num_nodes=x.size(0))[0].to(x.dtype)
-    values, vectors = torch.linalg.eigh(adj + adj.t())
-    return vectors @ (torch.exp(-values.abs()).view(-1, 1) * (vectors.t() @ net(x)))
 
 
 @between(lambda: nn.Linear(3, WIDTH))
@@ -472,14 +391,6 @@ def principal_components(x, data):
 
 
 @between()
-def whitening(x, data):
-    centred = x - x.mean(0)
-    cov = centred.t() @ centred / (x.size(0) - 1) + 0.1 * torch.eye(WIDTH, dtype=x.dtype)
-    values, vectors = torch.linalg.eigh(cov)
-    return centred @ vectors @ torch.diag(values.rsqrt()) @ vectors.t()
-
-
-@between()
 def whitening_by_cholesky(x, data):
     cov = torch.cov(x.t()) + 0.1 * torch.eye(WIDTH, dtype=x.dtype)
     return torch.linalg.solve_triangular(torch.linalg.cholesky(cov), x.t(), upper=False).t()
@@ -505,11 +416,6 @@ def ridge_regression(x, data):
 def low_rank_by_svd(x, data):
     u, s, v = torch.pca_lowrank(data.x, q=3, niter=1)
     return x + (u * s).abs() @ v.abs().t() @ torch.ones(FEATURES, WIDTH, dtype=x.dtype)
-
-
-@between()
-def polynomial_of_the_kernel(x, data):
-    return (0.1 * (x @ x.t()) + 1).pow(2) @ x / x.size(0)
 
 
 @between()
@@ -545,22 +451,6 @@ def jumping_knowledge_by_an_lstm(x, data, nets):
     stacked = torch.stack(hidden, dim=1)
     alpha = nets[3](nets[2](stacked)[0]).squeeze(-1).softmax(dim=-1)
     return (stacked * alpha.unsqueeze(-1)).sum(dim=1)
-
-
-@between(lambda: nn.ModuleList(gnn.GCNConv(WIDTH, WIDTH) for _ in range(3)))
-def jumping_knowledge_by_a_maximum(x, data, convs):
-    hidden = []
-    for conv in convs:
-        x = conv(x, data.edge_index).relu()
-        hidden.append(x)
-    return torch.stack(hidden).max(dim=0).values
-
-
-@between(lambda: nn.ModuleList([gnn.GCNConv(WIDTH, WIDTH), nn.Linear(2 * WIDTH, 1)]))
-def gate_between_near_and_own(x, data, nets):
-    near = nets[0](x, data.edge_index)
-    gate = torch.sigmoid(nets[1](torch.cat([x, near], dim=-1)))
-    return gate * x + (1 - gate) * near
 
 
 @between(lambda: nn.ModuleList([nn.Linear(WIDTH, 3), *(mlp() for _ in range(3))]))
@@ -599,22 +489,6 @@ def quantised_straight_through(x, data):
 def vector_quantised(x, data, book):
     code = torch.cdist(x, book).argmin(-1)
     return x + (book[code] - x).detach() + 0.1 * book[code]
-
-
-@between()
-def noise_added(x, data):
-    return x + 0.1 * torch.randn_like(x)
-
-
-@between()
-def dropout_of_features_by_hand(x, data):
-    mask = torch.bernoulli(torch.full_like(x, 0.8))
-    return x * mask / 0.8
-
-
-@between()
-def columns_dropped(x, data):
-    return x * (torch.rand(x.size(1)) > 0.3).to(x.dtype)
 
 
 @between(lambda: nn.utils.parametrizations.weight_norm(gnn.Linear(WIDTH, WIDTH)))

@@ -7,7 +7,6 @@ its own (``extra``). Nothing here knows of workers. :data:`MODELS` has those of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -134,20 +133,9 @@ def mlp() -> nn.Sequential:
 
 
 @between()
-def mean_subtracted(x, data):
-    return x - x.mean(dim=0)
-
-
-@between()
 def pair_norm(x, data):
     x = x - x.mean(dim=0, keepdim=True)
     return x / (1e-6 + x.pow(2).sum(dim=1).mean()).sqrt()
-
-
-@between()
-def pair_norm_individually(x, data):
-    x = x - x.mean(dim=0, keepdim=True)
-    return x / (1e-6 + x.pow(2).sum(dim=1, keepdim=True)).sqrt()
 
 
 @between(lambda: nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)]))
@@ -156,30 +144,9 @@ def batch_norm_by_hand(x, data, affine):
     return (x - mean) / torch.sqrt(var + 1e-5) * affine[0] + affine[1]
 
 
-@between(parameter(WIDTH))
-def graph_norm_by_hand(x, data, alpha):
-    out = x - alpha * x.mean(0)
-    return out / (out.square().mean(0) + 1e-5).sqrt()
-
-
 @between()
 def instance_norm_by_hand(x, data):
     return F.instance_norm(x.t().unsqueeze(0)).squeeze(0).t()
-
-
-@between(lambda: nn.BatchNorm1d(WIDTH))
-def batch_norm(x, data, norm):
-    return norm(x)
-
-
-@between(lambda: gnn.DiffGroupNorm(WIDTH, 3))
-def differentiable_group_norm(x, data, norm):
-    return norm(x)
-
-
-@between(lambda: gnn.MeanSubtractionNorm())
-def mean_subtraction_norm(x, data, norm):
-    return norm(x)
 
 
 @between()
@@ -195,23 +162,8 @@ def scaled_by_minimum_and_maximum(x, data):
 
 
 @between()
-def scaled_by_amax(x, data):
-    return x / x.abs().amax().clamp(min=1e-3)
-
-
-@between()
-def frobenius_norm(x, data):
-    return x / x.norm() * math.sqrt(x.size(0))
-
-
-@between()
 def columns_normalized(x, data):
     return F.normalize(x, dim=0)
-
-
-@between()
-def rows_normalized(x, data):
-    return F.normalize(x, p=2, dim=-1)
 
 
 @between()
@@ -228,11 +180,6 @@ def above_the_median_of_columns(x, data):
 def clipped_by_mean_and_deviation(x, data):
     mean, std = x.mean(), x.std()
     return torch.clamp(x, min=mean - std, max=mean + std)
-
-
-@between()
-def softmax_over_nodes(x, data):
-    return x * torch.softmax(x, dim=0) * x.size(0)
 
 
 @between()
@@ -274,11 +221,6 @@ def recurrent_along_nodes(x, data, gru):
 def virtual_node_with_a_parameter(x, data, own):
     virtual = own["start"] + x.mean(dim=0, keepdim=True)
     return x + virtual.expand_as(x)
-
-
-@between(mlp)
-def virtual_node_by_an_mlp_of_the_sum(x, data, net):
-    return x + net(x.sum(dim=0) / 10).unsqueeze(0)
 
 
 @between(mlp)
@@ -328,29 +270,7 @@ def several_readouts(x, data, net):
     return x + net(read)
 
 
-@between(linear)
-def squeeze_and_excitation(x, data, net):
-    return x * torch.sigmoid(net(x.mean(0)))
-
-
-@between()
-def log_sum_exp_readout(x, data):
-    return x - torch.logsumexp(x, dim=0) + torch.logsumexp(x, dim=1, keepdim=True)
-
-
-@between()
-def global_mean_pool_with_a_batch(x, data):
-    batch = (data.y > 0).long()
-    return x + gnn.global_mean_pool(x, batch)[batch]
-
-
 # Attention over all nodes #####################################################
-
-
-@between(linears(3))
-def attention_over_all_nodes(x, data, qkv):
-    q, k, v = (net(x) for net in qkv)
-    return x + torch.softmax(q @ k.t() / math.sqrt(WIDTH), dim=-1) @ v
 
 
 @between(linears(3))
@@ -431,11 +351,6 @@ def gps_layer_of_two_graphs(x, data, layer):
     return layer(x, data.edge_index, (torch.arange(len(x)) >= 20).long())
 
 
-@between(lambda: gnn.attention.PerformerAttention(WIDTH, HEADS, dropout=0.2))
-def performer_of_pyg(x, data, layer):
-    return layer(x.unsqueeze(0)).squeeze(0)
-
-
 @between(lambda: gnn.attention.QFormer(WIDTH, WIDTH, WIDTH, 2, 1, 0.1))
 def query_former(x, data, layer):
     return layer(x.unsqueeze(0)).squeeze(0)
@@ -450,15 +365,6 @@ def polynormer_of_pyg(x, data, net):
 @between(lambda: nn.MultiheadAttention(WIDTH, HEADS))
 def multihead_attention_without_weights(x, data, attention):
     return attention(x, x, x, need_weights=False)[0]
-
-
-@between(
-    lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(WIDTH, HEADS, 16, 0.0), 2, enable_nested_tensor=False
-    )
-)
-def transformer_encoder(x, data, net):
-    return net(x.unsqueeze(1)).squeeze(1)
 
 
 @between(lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True))
@@ -484,11 +390,6 @@ def attention_masked_by_adjacency(x, data, qk):
     adj = to_dense_adj(data.edge_index, max_num_nodes=x.size(0))[0].to(x.dtype)
     scores = torch.where(adj > 0, qk[0](x) @ qk[1](x).t(), torch.full_like(adj, -1e9))
     return scores.softmax(dim=1) @ x
-
-
-@between(parameter(5, WIDTH))
-def cross_attention_to_prototypes(x, data, prototypes):
-    return x + torch.softmax(x @ prototypes.t(), dim=-1) @ prototypes
 
 
 @between(parameter(4, WIDTH))
@@ -631,13 +532,6 @@ def largest_of_each_class(x, data):
 
 
 @between()
-def centroids_by_one_hot(x, data):
-    one_hot = F.one_hot(data.y, CLASSES).to(x.dtype)
-    centroids = one_hot.t() @ x / one_hot.sum(0).unsqueeze(-1)
-    return x + one_hot @ centroids
-
-
-@between()
 def centroids_by_einsum(x, data):
     one_hot = F.one_hot(data.y).to(x.dtype)
     weight = one_hot / one_hot.sum(0)
@@ -656,16 +550,6 @@ def centroids_in_a_loop(x, data):
 def labels_as_features(x, data, embedding):
     shown = data.train_mask & (torch.rand(x.size(0)) < 0.5)
     return x + embedding(torch.where(shown, data.y, CLASSES))
-
-
-@between(lambda: nn.Embedding(NODES, WIDTH))
-def embedding_of_all_nodes(x, data, embedding):
-    return x + embedding.weight
-
-
-@between(lambda: nn.Embedding(NODES, WIDTH))
-def embedding_of_ids(x, data, embedding):
-    return x + embedding(torch.arange(x.size(0)))
 
 
 @between()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 
 import numpy as np
 import torch
@@ -45,26 +44,6 @@ from torch_geometric.utils import (
 )
 
 # Written in place #############################################################
-
-
-@between()
-def columns_written(x, data):
-    x = x.clone()
-    x[:, 0] = x[:, 1] * 2
-    x[:, 2:4] += 1
-    x[:, 5].mul_(0.5)
-    x[..., -1] = 0
-    return x
-
-
-@between()
-def rows_written(x, data):
-    x = x.clone()
-    x[0] = 1.0
-    x[3:7] = x[10:14]
-    x[-1] += x[0]
-    x[[1, 2]] = 0.5
-    return x
 
 
 @between()
@@ -142,16 +121,6 @@ def dropped_across(x, data):
     return F.dropout(x.t(), 0.3).t() + 0.1 * torch.randn_like(x.t()).t()
 
 
-@between()
-def transposed_and_dropped(x, data):
-    return F.dropout(x.t().contiguous(), 0.3).t()
-
-
-@between(lambda: nn.Linear(NODES, NODES))
-def mixed_over_nodes(x, data, net):
-    return x + net(x.t()).t()
-
-
 @between(lambda: nn.Sequential(nn.Linear(NODES, 16), nn.GELU(), nn.Linear(16, NODES)))
 def mlp_mixer(x, data, net):
     return x + net(x.permute(1, 0)).permute(1, 0)
@@ -193,12 +162,6 @@ def groups_written_through_a_view(x, data):
     groups.mul_(2)
     groups[3].zero_()
     return x
-
-
-@between()
-def halves_of_the_nodes(x, data):
-    one, other = x.chunk(2, dim=0)
-    return torch.cat([one + other.mean(0), other - one.mean(0)])
 
 
 @between()
@@ -268,14 +231,6 @@ def with_a_generator(x, data):
 def drawn_by_numpy(x, data):
     ids = np.random.RandomState(0).choice(NODES, 10, replace=False)
     return x.index_add(0, torch.from_numpy(ids), x[ids])
-
-
-@between()
-def drawn_by_python(x, data):
-    ids = random.sample(range(NODES), 10)
-    x = x.clone()
-    x[ids] = 0
-    return x
 
 
 @between()
@@ -373,11 +328,6 @@ def norms_over_nodes_as_a_sequence(x, data, nets):
 def bags_of_words(x, data, bag):
     words = (data.x[:, :4].abs() * 3).long().clamp(max=9)
     return x + bag(words)
-
-
-@between(lambda: nn.ModuleList([nn.AvgPool1d(3, 1, 1), nn.MaxPool1d(3, 1, 1)]))
-def pooling_along_nodes(x, data, nets):
-    return sum(net(x.t().unsqueeze(0)).squeeze(0).t() for net in nets)
 
 
 @between()
@@ -561,12 +511,6 @@ def asked_of_the_graph(x, data):
     ratio = homophily(data.edge_index, data.y, method="edge")
     edge_index, _ = remove_self_loops(data.edge_index)
     return x * ratio + edge_index.size(1) / EDGES
-
-
-@between()
-def facts_of_the_data(x, data):
-    assert data.num_nodes == NODES and data.num_edges == EDGES and len(data.y.unique()) == CLASSES
-    return x * int(data.train_mask.sum()) / data.num_nodes
 
 
 @between()
@@ -838,14 +782,6 @@ def parameters_added_later(data, ready):
 
 
 @model
-def parameters_that_are_unused(data, ready):
-    net = Encoder(CLASSES)
-    net.third = gnn.GATConv(WIDTH, WIDTH)
-    net = ready(net.to(DOUBLE))
-    return steps(net, data, lambda: classified(net, data))
-
-
-@model
 def gradients_by_hand(data, ready):
     net = ready(Encoder(CLASSES).to(DOUBLE))
     found = []
@@ -883,20 +819,6 @@ def gradients_of_two_tasks(data, ready):
         rows.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
     a, b = rows
     return [a - min(a @ b, torch.tensor(0.0).to(a.dtype)) / b.square().sum() * b]
-
-
-@model
-def mixed_precision(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    scaler = torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaler.scale(classified(net, data)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return [scaler.get_scale(), *net.state_dict().values()]
 
 
 @model

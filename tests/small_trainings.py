@@ -66,15 +66,6 @@ def contrast_within_a_view(z, data):
     return -torch.log(positive / (within.sum(1) + between.sum(1) - within.diag())).mean()
 
 
-@loss_of()
-def supervised_contrast(z, data):
-    z = F.normalize(z, dim=-1)
-    same = (data.y.view(-1, 1) == data.y.view(1, -1)).to(z.dtype)
-    same = same - torch.eye(z.size(0), dtype=z.dtype)
-    log = F.log_softmax(z @ z.t() / 0.3, dim=1)
-    return -(same * log).sum(1).div(same.sum(1)).mean()
-
-
 @model
 def deep_graph_infomax(data, ready):
     net = Encoder()
@@ -89,19 +80,6 @@ def deep_graph_infomax(data, ready):
         return -torch.log(real + 1e-9).mean() - torch.log(1 - fake + 1e-9).mean()
 
     return steps(net, data, loss)
-
-
-@model
-def deep_graph_infomax_of_pyg(data, ready):
-    net = ready(
-        gnn.DeepGraphInfomax(
-            WIDTH,
-            Encoder(),
-            summary=lambda z, *args: z.mean(0).sigmoid(),
-            corruption=lambda x, e: (x[torch.randperm(x.size(0))], e),
-        ).to(DOUBLE)
-    )
-    return steps(net, data, lambda: net.loss(*net(data.x, data.edge_index)))
 
 
 @model
@@ -180,25 +158,6 @@ def ranked_against_negative_targets(z, data):
     return F.softplus((z[i] * z[k]).sum(-1) - (z[i] * z[j]).sum(-1)).mean()
 
 
-@model
-def autoencoder_of_pyg(data, ready):
-    net = ready(gnn.GAE(Encoder().to(DOUBLE)))
-
-    def loss():
-        return net.recon_loss(net.encode(data.x, data.edge_index), data.edge_index)
-
-    return steps(net, data, loss)
-
-
-@loss_of(out=2 * WIDTH)
-def variational(z, data):
-    mu, logstd = z.chunk(2, dim=-1)
-    z = mu + torch.randn_like(logstd) * torch.exp(logstd)
-    kl = -0.5 * torch.mean(torch.sum(1 + 2 * logstd - mu**2 - logstd.exp() ** 2, dim=1))
-    row, col = data.edge_index
-    return F.softplus(-(z[row] * z[col]).sum(-1)).mean() + kl / NODES
-
-
 @loss_of(out=2 * WIDTH)
 def variational_by_distributions(z, data, *_):
     q = torch.distributions.Normal(z[:, :WIDTH], F.softplus(z[:, WIDTH:]) + 1e-3)
@@ -250,21 +209,9 @@ def positions_with_noise(z, data, head):
 
 
 @loss_of(out=CLASSES)
-def classes_balanced(out, data):
-    count = torch.bincount(data.y[data.train_mask], minlength=CLASSES)
-    weight = (count.sum() / (CLASSES * count)).to(out.dtype)
-    return F.cross_entropy(out[data.train_mask], data.y[data.train_mask], weight=weight)
-
-
-@loss_of(out=CLASSES)
 def focal_loss(out, data):
     each = F.cross_entropy(out, data.y, reduction="none")
     return ((1 - torch.exp(-each)) ** 2 * each)[data.train_mask].mean()
-
-
-@loss_of(out=CLASSES)
-def labels_smoothed(out, data):
-    return F.cross_entropy(out, data.y, label_smoothing=0.1)
 
 
 @loss_of(out=CLASSES)
@@ -275,21 +222,9 @@ def logits_adjusted_by_priors(out, data):
 
 
 @loss_of(out=CLASSES)
-def chosen_by_ids(out, data):
-    log = out.log_softmax(-1)
-    return -log[torch.arange(NODES), data.y].mean()
-
-
-@loss_of(out=CLASSES)
 def easiest_nodes_first(out, data):
     each = F.cross_entropy(out, data.y, reduction="none")
     return torch.topk(each, NODES // 2, largest=False).values.mean()
-
-
-@loss_of(out=CLASSES)
-def hardest_nodes_by_sort(out, data):
-    each = F.cross_entropy(out, data.y, reduction="none")
-    return each.sort(descending=True)[0][:10].mean()
 
 
 @loss_of(out=CLASSES)
@@ -324,12 +259,6 @@ def entropy_and_divergence(out, data):
 
 
 @loss_of(out=CLASSES)
-def distilled(out, data):
-    teacher = (data.x[:, :CLASSES] * 2).softmax(-1)
-    return F.kl_div((out / 2).log_softmax(-1), teacher, reduction="batchmean") * 4
-
-
-@loss_of(out=CLASSES)
 def labels_mixed(out, data):
     perm = torch.randperm(NODES)
     return 0.7 * F.cross_entropy(out, data.y) + 0.3 * F.cross_entropy(out, data.y[perm])
@@ -347,12 +276,6 @@ def margins_of_many_classes(out, data):
     return F.multi_margin_loss(out, data.y)
 
 
-@loss_of(out=CLASSES)
-def many_labels(out, data):
-    target = (data.x[:, :CLASSES] > 0).to(out.dtype)
-    return nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]).to(out.dtype))(out, target)
-
-
 @loss_of(out=1)
 def ranking_of_all_pairs(out, data):
     score, value = out.squeeze(-1), data.x[:, 0]
@@ -365,12 +288,6 @@ def listwise_ranking(out, data):
     order = data.x[:, 0].argsort(descending=True)
     score = out.view(-1)[order]
     return (score.flip(0).logcumsumexp(0).flip(0) - score).mean()
-
-
-@loss_of(out=1)
-def proportional_hazards(out, data):
-    risk = out.squeeze(-1)[data.pos[:, 0].argsort(descending=True)]
-    return -(risk - torch.log(torch.cumsum(risk.exp(), dim=0))).mean()
 
 
 @loss_of()
@@ -411,20 +328,6 @@ def smooth_over_edges(z, data):
     row, col = data.edge_index
     dirichlet = (data.edge_weight * (z[row] - z[col]).pow(2).sum(-1)).sum()
     return dirichlet / z.square().sum() + torch.linalg.norm(z, ord=1, dim=1).var()
-
-
-@loss_of()
-def kernels_of_two_groups(z, data):
-    one, other = z[data.train_mask], z[~data.train_mask]
-    k = lambda a, b: torch.exp(-torch.cdist(a, b).square() / 2).mean()  # noqa: E731
-    return k(one, one) + k(other, other) - 2 * k(one, other) + z.square().mean()
-
-
-@loss_of()
-def correlation_with_degrees(z, data):
-    deg = torch.bincount(data.edge_index[1], minlength=NODES).to(z.dtype)
-    a, b = z[:, 0] - z[:, 0].mean(), deg - deg.mean()
-    return (a @ b) / (a.norm() * b.norm()) + z.square().mean()
 
 
 @loss_of()
@@ -533,53 +436,6 @@ def sharpness_aware(data, ready):
         optimizer.zero_grad()
         found.append(value.item())
     return [*found, *net.state_dict().values()]
-
-
-@model
-def lbfgs(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4)
-
-    def closure():
-        optimizer.zero_grad()
-        value = classified(net, data)
-        value.backward()
-        return value
-
-    return [optimizer.step(closure).item(), *net.state_dict().values()]
-
-
-@model
-def accumulated_and_clipped(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    optimizer = torch.optim.RMSprop(net.parameters(), lr=0.01, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-    found = []
-    for _ in range(2):
-        for part in range(2):
-            out = net(data.x, data.edge_index)
-            mask = data.train_mask & (torch.arange(NODES) % 2 == part)
-            (F.cross_entropy(out[mask], data.y[mask]) / 2).backward()
-        found.append(nn.utils.clip_grad_norm_(net.parameters(), 0.05))
-        nn.utils.clip_grad_value_(net.parameters(), 0.02)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return [*found, schedule.get_last_lr()[0], *net.state_dict().values()]
-
-
-@model
-def averaged_weights(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    averaged = torch.optim.swa_utils.AveragedModel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        classified(net, data).backward()
-        optimizer.step()
-        averaged.update_parameters(net)
-    with torch.no_grad():
-        return [averaged(data.x, data.edge_index), *averaged.state_dict().values()]
 
 
 @model
@@ -753,21 +609,6 @@ def checkpointed(data, ready):
 
 
 @model
-def hooks(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    found: list[Any] = []
-    net.first.register_forward_hook(lambda m, i, out: found.append(out.detach().mean(0)))
-    net.second.weight_hook = net.second.lin_l.weight.register_hook(lambda g: g * 0.5)
-
-    def loss():
-        h = net.first(data.x, data.edge_index).relu()
-        h.register_hook(lambda g: found.append(g.norm()))
-        return F.cross_entropy(net.second(h, data.edge_index), data.y)
-
-    return [*steps(net, data, loss), *found]
-
-
-@model
 def gradients_of_features_kept(data, ready):
     net = ready(Encoder(CLASSES).to(DOUBLE))
     x = data.x.clone().requires_grad_()
@@ -797,36 +638,6 @@ def fused_optimizers(data, ready):
             optimizer.step()
         found += [t.detach().clone() for t in net.state_dict().values()]
     return found
-
-
-@model
-def frozen_layers_and_groups(data, ready):
-    net = ready(Encoder(CLASSES).to(DOUBLE))
-    for p in net.first.parameters():
-        p.requires_grad_(False)
-    groups = [{"params": [p], "lr": 0.01 * (k + 1)} for k, p in enumerate(net.second.parameters())]
-    optimizer = torch.optim.Adagrad(groups)
-    for _ in range(2):
-        optimizer.zero_grad()
-        classified(net, data).backward()
-        optimizer.step()
-    return list(net.state_dict().values())
-
-
-@model
-def layers_share_their_weights(data, ready):
-    net = Encoder(CLASSES)
-    net.middle = gnn.SAGEConv(WIDTH, WIDTH)
-    net.again = net.middle
-    net = ready(net.to(DOUBLE))
-
-    def loss():
-        h = net.first(data.x, data.edge_index)
-        for conv in (net.middle, net.again, net.middle):
-            h = conv(h.relu(), data.edge_index)
-        return F.cross_entropy(net.second(h, data.edge_index), data.y) + 0.1 * h.norm()
-
-    return steps(net, data, loss)
 
 
 @model

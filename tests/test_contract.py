@@ -44,7 +44,6 @@ from oracle import (
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Linear, Parameter, ParameterList, Sequential, Tanh
-from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -217,30 +216,6 @@ def autograd_grad(model: Any, data: Data) -> Any:
     return dict(zip(parameters, found, strict=True)), values, x_grad
 
 
-def hooks(model: Any, data: Data, factor: float) -> Any:
-    """Each runs once, with the whole gradient, and may change it."""
-    seen: list[tuple[str, Tensor]] = []
-
-    def note(gradient: Tensor, name: str) -> Tensor | None:
-        seen.append((name, gradient.clone()))
-        return gradient * factor if factor != 1 else None
-
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(partial(note, name=name))
-    net_loss(model, data).backward()
-    assert len(seen) == len(dict(seen))
-    return dict(sorted(seen)), gradients(model)
-
-
-def some_parameters(model: Any, data: Data) -> Any:
-    """``backward(inputs=...)`` accumulates into these and into no other."""
-    chosen = [model.conv1.lin.weight, model.conv2.lin_l.weight]
-    for _ in range(2):
-        net_loss(model, data).backward(inputs=chosen)
-    assert sum(p.grad is not None for p in model.parameters()) == len(chosen)
-    return gradients(model)
-
-
 def accumulated(model: Any, data: Data) -> Any:
     found = []
     for to_none in (True, False):
@@ -252,43 +227,6 @@ def accumulated(model: Any, data: Data) -> Any:
     return found, gradients(model)
 
 
-def scaled(model: Any, data: Data) -> Any:
-    """Scaling by a power of two is exact; an overflow at one node skips the step everywhere."""
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    overflow = torch.ones(data.num_nodes).index_fill(0, torch.tensor(3), float("inf"))
-    losses = node_losses(model(data.x, data.edge_index)) * overflow
-    scaler.scale(losses.mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(map(torch.equal, model.parameters(), before)) and scaler.get_scale() == 2.0**9
-    optimizer.zero_grad()
-    scaler.scale(net_loss(model, data)).backward()
-    scaler.unscale_(optimizer)
-    found = gradients(model)
-    scaler.step(optimizer)
-    scaler.update()
-    return found, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def half_frozen() -> torch.nn.Module:
-    model = Net()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("conv1" not in name and name != "conv2.lin_r.weight")
-    return model
-
-
-def thawed(model: Any, data: Data) -> Any:
-    """Frozen parameters get no gradient; unfrozen later on they do."""
-    net_loss(model, data).backward()
-    frozen = gradients(model)
-    assert frozen["conv1.lin.weight"] is None
-    model.requires_grad_(True).zero_grad()
-    net_loss(model, data).backward()
-    return frozen, gradients(model)
-
-
 def retained(model: Any, data: Data) -> Any:
     x = leaf(data)
     loss = node_losses(model(x, data.edge_index)).mean()
@@ -298,35 +236,6 @@ def retained(model: Any, data: Data) -> Any:
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     return once, gradients(model), x.grad
-
-
-def checkpointed(model: Any, data: Data) -> Any:
-    """``torch.utils.checkpoint`` runs a whole layer again, exchange included."""
-
-    def forward(x: Tensor, edge_index: Tensor) -> Tensor:
-        hidden = checkpoint(model.encode, x, edge_index, use_reentrant=False)
-        return model.conv2(hidden, edge_index)
-
-    net_loss(forward, data).backward()
-    return gradients(model)
-
-
-def copied(model: Any, data: Data) -> Any:
-    """The copy of an untrained and a trained model trains alone."""
-    found = []
-    for trained in (False, True):
-        if trained:
-            net_loss(model, data).backward()
-            model.zero_grad()
-        twin = copy.deepcopy(model)
-        net_loss(twin, data).backward()
-        assert all(p.grad is None for p in model.parameters())
-        found.append(gradients(twin))
-        net_loss(model, data).backward()
-        assert all(map(torch.equal, gradients(twin).values(), found[-1].values()))
-        found.append(gradients(model))
-        model.zero_grad()
-    return found
 
 
 def by_another_method(model: Any, data: Data) -> Any:
@@ -429,15 +338,8 @@ TILED = tuple(SARPolicy(mode=mode, message_budget=BUDGET) for mode in (1, 2, 3))
 DEFAULT = (SARPolicy(),)
 CASES: dict[str, Case] = {
     "rule_3-autograd.grad": Case(autograd_grad, Net),
-    "rule_3-hooks see gradients": Case(partial(hooks, factor=1), Net),
-    "rule_3-hooks change gradients": Case(partial(hooks, factor=3), Net),
-    "rule_3-backward for some parameters": Case(some_parameters, Net),
     "rule_3-accumulated gradients": Case(accumulated, Net),
-    "rule_3-grad scaler": Case(scaled, Net),
-    "rule_3-frozen and thawed": Case(thawed, half_frozen),
     **{f"rule_3-retained graph, {n}": Case(retained, make, TILED) for n, make in RETAINED.items()},
-    "rule_3-activation checkpointing": Case(checkpointed, Net),
-    "rule_3-copies": Case(copied, Net),
     "rule_3-by another method": Case(by_another_method, Net, DEFAULT),
     "rule_3-state": Case(saved, Net),
     "rule_3-evaluation first": Case(evaluated_first, Net),

@@ -190,16 +190,6 @@ class Checkpointed(torch.nn.Module):
         return self.after(x)
 
 
-def test_activation_checkpointing(graph: Data, root: Path):
-    """Both kinds: all workers exchange alike, and gradients are summed once, nested or not."""
-    models = {
-        f"{reentrant=}, {last=}": Checkpointed(reentrant, last)
-        for reentrant in (False, True)
-        for last in (False, True)
-    }
-    check(models, graph, root, timeout=20.0, policies=MODES)
-
-
 def test_activation_checkpointing_where_a_worker_has_no_nodes(tmp_path: Path):
     """It asks how gradients of no edges look: within a checkpoint, but not by computing again."""
     data = make_graph(seed=6)
@@ -368,23 +358,6 @@ def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     bare.add(name, Job(plain, root), graph)
     assert error(sweep.expected[0].out, bare.expected[0].out) > 1e-3, "the hook does something"
     sweep.check()
-
-
-def test_module_hooks(graph: Data, root: Path):
-    """torch's own hooks on a converted layer: once per call."""
-    plain = gnn.GATConv(CHANNELS, OUT).double()
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), REMADE)
-        calls: list[str] = []
-        layer.register_forward_pre_hook(lambda *_: calls.append("before"))
-        layer.register_forward_hook(lambda *_: calls.append("after"))
-        layer.register_full_backward_hook(lambda m, i, o: calls.append("backward"))
-        layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
-        assert calls == ["before", "after", "backward"]
-
-    workers(worker, WORLD)
 
 
 # Several graphs, errors ######################################################

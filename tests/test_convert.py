@@ -14,7 +14,6 @@ import pytest
 import torch
 from oracle import (
     CHANNELS,
-    MODES,
     OUT,
     TOLERANCE,
     Job,
@@ -215,19 +214,6 @@ def test_subclass_on_distributed_edges(graph: Data, root: Path):
     sweep.check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_flow_from_target_to_source(graph: Data, root: Path):
-    """Aggregation at the sources: partial results go to their owners. Exact, or refused."""
-    plain = PlainLayer("sum", "target_to_source").double()
-    job = Job(plain, root, policies=MODES[:1])
-    try:
-        sweep = Sweep(WORLD)
-        sweep.add("flow", job, graph)
-        sweep.check()
-    except pyg_sar.errors.WorkerError as refusal:
-        assert isinstance(refusal.__cause__, pyg_sar.errors.DistributedIndexError)
-
-
 # Calling it again, policies ##################################################
 
 
@@ -327,15 +313,6 @@ def test_lazy_parameters_are_refused():
         return str(caught.value)
 
     assert all("in_channels" in message for message in workers(worker, 2))
-
-
-def test_lazy_parameters_after_a_plain_run(graph: Data, root: Path):
-    """The remedy that the error names works."""
-    model = gnn.SAGEConv(-1, OUT).double()
-    model(graph.x, graph.edge_index)
-    sweep = Sweep(WORLD)
-    sweep.add("once lazy", Job(model, root, policies=MODES[:1]), graph)
-    sweep.check()
 
 
 def test_unlike_models_are_refused():

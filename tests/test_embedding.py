@@ -19,7 +19,7 @@ from torch_geometric.nn import LINKX, GATConv, LightGCN, RGCNConv
 import pyg_sar
 from pyg_sar.errors import CheckpointError
 from pyg_sar.nn import NodeEmbedding
-from pyg_sar.tensors import NodeTensor, Rows
+from pyg_sar.tensors import NodeTensor
 
 NODES = 40
 
@@ -356,22 +356,3 @@ def test_what_does_not_fit_is_named(tmp_path):
         assert "NodeEmbedding(40, 3): no graph with so many nodes" in found[0]
         assert "only with [40]" in found[1] and "index 40 is out of bounds" in found[2]
         assert "out of range" in found[3]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_rows_drawn_in_blocks_are_those_of_the_whole(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
-    """See [Note: blocks of normal numbers]; to the bit, and the generator goes on as there."""
-    from pyg_sar.nn.embedding import draw_rows
-
-    monkeypatch.setattr("pyg_sar.nn.embedding._DRAWN", 100)
-    for nodes, width in ((1, 3), (5, 3), (6, 3), (16, 1), (33, 1), (50, 7), (97, 5), (31, 16)):
-        torch.manual_seed(3)
-        expected, after = torch.empty(nodes, width, dtype=dtype).normal_(), torch.rand(4)
-        ids = torch.randperm(nodes)[: (nodes + 1) // 2]
-        torch.manual_seed(3)
-        rows = Rows(pyg_sar.comm.current(), nodes, len(ids), ids)
-        drawn = draw_rows(torch.empty(len(ids), width, dtype=dtype), rows)
-        assert torch.equal(drawn, expected[ids]), (nodes, width)
-        assert torch.equal(torch.rand(4), after)

@@ -684,16 +684,14 @@ def test_all_gradients_of_rowwise_maps_travel_in_one_message(tmp_path: Path) -> 
     data = make_graph()
     plain = copy.deepcopy(model)
     plain(data.x, data.edge_index).square().sum().backward()
-    for world in (2, 3):
-        root = tmp_path / f"{world}"
-        pyg_sar.write_partitions(data, world, root, "random")
-        for found_here, sums, total in pyg_sar.launch(steps, world, root):
-            assert sums == 1
-            assert total < 8 * 64 * 64  # Nothing is sent for what no call uses.
-            for found, expected in zip(found_here, plain.parameters(), strict=True):
-                assert (found is None) == (expected.grad is None)
-                if found is not None:
-                    assert torch.allclose(found, expected.grad, rtol=1e-10, atol=1e-12)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    for found_here, sums, total in pyg_sar.launch(steps, 3, tmp_path / "parts"):
+        assert sums == 1
+        assert total < 8 * 64 * 64  # Nothing is sent for what no call uses.
+        for found, expected in zip(found_here, plain.parameters(), strict=True):
+            assert (found is None) == (expected.grad is None)
+            if found is not None:
+                assert torch.allclose(found, expected.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_dropout_of_unlike_generators_is_an_error(tmp_path: Path) -> None:
@@ -756,17 +754,19 @@ def test_nodes_along_an_axis_counted_from_the_first(tmp_path: Path) -> None:
         loss = out.square().sum() + out[1, :5].sum()
         return [loss.detach(), *torch.autograd.grad(loss, [*layer.parameters()])]
 
-    for own in (False, True):
-        layer = Along(own)
-        expected = passed(data, layer)
-        for policy in MODES:
+    layers = [Along(own) for own in (False, True)]
 
-            def worker(policy: Any = policy, layer: Any = layer) -> list[Tensor]:
-                part = pyg_sar.load_partition(tmp_path / "parts")
-                return passed(part, pyg_sar.distribute(copy.deepcopy(layer), policy))
+    def worker() -> list[list[Tensor]]:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        return [
+            passed(part, pyg_sar.distribute(copy.deepcopy(layer), policy))
+            for layer in layers
+            for policy in MODES
+        ]
 
-            for found in parts(worker, 2):
-                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    expected = [passed(data, layer) for layer in layers for _ in MODES]
+    for found in parts(worker, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_parameter_that_is_frozen_on_one_worker_is_named(tmp_path: Path) -> None:

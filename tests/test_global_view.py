@@ -152,7 +152,7 @@ def train(model: torch.nn.Module, data: Any) -> list[Any]:
     torch.manual_seed(2)
     random.seed(2)
     found: list[Any] = []
-    for _ in range(3):
+    for _ in range(2):
         model.train()
         optimizer.zero_grad()
         out = model(data)
@@ -197,7 +197,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_training_gives_the_numbers_of_one_process(world: int, roots: Callable[[int], str]) -> None:
-    names = some(list(MODELS), f"{world}", 3)
+    names = some(list(MODELS), f"{world}", 5 if world == 1 else 3)
     expected = [train(built(name), make_graph()) for name in names]
     # Workers in processes: each draws from a generator of its own.
     for found in pyg_sar.launch(worker, world, roots(world), names):
@@ -205,12 +205,6 @@ def test_training_gives_the_numbers_of_one_process(world: int, roots: Callable[[
             torch.testing.assert_close(
                 other, one, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
             )
-
-
-def test_several_parts_of_a_process(roots: Callable[[int], str]) -> None:
-    expected = train(built("sage"), make_graph())
-    for (found,) in pyg_sar.launch(worker, 1, roots(3), ["sage"], parts=3):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def propagated(data: Data) -> list[Tensor]:
@@ -238,32 +232,6 @@ def test_propagation_of_labels(roots: Callable[[int], str]) -> None:
     for found, x in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected)
         assert torch.equal(x, make_graph().x)  # Gathered, as of workers with a part each.
-
-
-# Forces: gradients of gradients ###############################################
-
-
-def forces(model: torch.nn.Module, data: Any) -> list[Tensor]:
-    """Forces as derivatives of an energy, and gradients of a loss of them."""
-    x = data.x.detach().clone().requires_grad_()
-    energy = model.first(x, data.edge_index).tanh().sum()
-    (force,) = torch.autograd.grad(energy, x, create_graph=True)
-    loss = (force - data.x).square().mean()
-    gradients = torch.autograd.grad(loss, list(model.first.parameters()), allow_unused=True)
-    return [energy, loss, *(g for g in gradients if g is not None)]
-
-
-def test_derivatives_of_derivatives(roots: Callable[[int], str]) -> None:
-    expected = forces(built("sage"), make_graph())
-
-    def run(root: str) -> list[Tensor]:
-        data = pyg_sar.load_partition(root)
-        policy = pyg_sar.SARPolicy(mode=3)
-        model = pyg_sar.distribute(built("sage"), policy)
-        return [t.detach() for t in forces(model, data)]
-
-    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
-        torch.testing.assert_close(found, [t.detach() for t in expected])
 
 
 # What a script sees ###########################################################
@@ -530,28 +498,6 @@ def test_explanations(loops: bool, tmp_path: Path) -> None:
     pyg_sar.write_partitions(data, 2, tmp_path / "parts")
     run = lambda root: explanation(pyg_sar.load_partition(root))  # noqa: E731
     for found in pyg_sar.launch(run, 1, tmp_path / "parts", parts=2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def attention(data: Data) -> list[Tensor]:
-    """What layers give with the attention on each edge, and a gradient through it."""
-    found = []
-    for make in (gnn.GATConv, gnn.TransformerConv):
-        torch.manual_seed(6)
-        conv = make(8, 4, heads=2).to(DOUBLE)
-        if isinstance(data.x, NodeTensor):
-            pyg_sar.distribute(conv)
-        out, (index, alpha) = conv(data.x, data.edge_index, return_attention_weights=True)
-        (out.sum() + (alpha * (index[0] + 2 * index[1]).view(-1, 1)).square().sum()).backward()
-        gradients = [p.grad for p in conv.parameters() if p.grad is not None]
-        found += [whole(t.detach(), "attention") for t in (out, index, alpha, *gradients)]
-    return found
-
-
-def test_attention_weights(roots: Callable[[int], str]) -> None:
-    expected = attention(make_graph())
-    run = lambda root: attention(pyg_sar.load_partition(root))  # noqa: E731
-    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

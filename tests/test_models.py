@@ -79,17 +79,17 @@ def basic(kind: type, **options: Any) -> Callable[[], torch.nn.Module]:
 BASIC = (gnn.GCN, gnn.GraphSAGE, gnn.GIN, gnn.GAT, gnn.PNA, gnn.EdgeCNN)
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], Run]] = {}
 for _kind in BASIC:
-    _name = _kind.__name__
-    CASES[_name] = (basic(_kind), edges)
-    CASES[f"{_name}, norm, cat"] = (basic(_kind, norm="batch_norm", jk="cat"), edges)
-    CASES[f"{_name}, act first, max"] = (
-        basic(_kind, norm="BatchNorm", act_first=True, jk="max", act="tanh"),
-        edges,
-    )
-    CASES[f"{_name}, lstm"] = (
-        basic(_kind, norm="layer_norm", norm_kwargs={"mode": "node"}, jk="lstm"),
-        edges,
-    )
+    CASES[_kind.__name__] = (basic(_kind), edges)
+CASES["GCN, norm, cat"] = (basic(gnn.GCN, norm="batch_norm", jk="cat"), edges)
+CASES["GAT, act first, max"] = (
+    basic(gnn.GAT, norm="BatchNorm", act_first=True, jk="max", act="tanh"),
+    edges,
+)
+CASES["GraphSAGE, lstm"] = (
+    basic(gnn.GraphSAGE, norm="layer_norm", norm_kwargs={"mode": "node"}, jk="lstm"),
+    edges,
+)
+CASES["EdgeCNN, norm"] = (basic(gnn.EdgeCNN, norm="batch_norm"), edges)
 
 
 def deep(block: str, **options: Any) -> Callable[[], torch.nn.Module]:
@@ -213,11 +213,7 @@ def infomax(model: torch.nn.Module, data: Any) -> Any:
 SUMMARIES: dict[str, Callable[..., Tensor]] = {
     "mean": lambda z, x, edge_index: z.mean(dim=0).sigmoid(),
     "pool": lambda z, *args: gnn.global_mean_pool(z, None).sigmoid(),
-    "gram": lambda z, *args: (z.t() @ z).mean(0).tanh() + z.std(0),
-    "softmax": lambda z, *args: (torch.softmax(z, dim=0) * z).sum(0),
     "first": lambda z, *args: z[0] + z.median(dim=0).values + z.sort(dim=0).values[3],
-    "max": lambda z, x, edge_index: torch.tanh(z.relu().amax(0) + torch.sum(x, 0)[:HIDDEN] / 9),
-    "all": lambda z, *args: (2 * z - 1).mean() * z.sum(dim=(0,), keepdim=True) / 30,
 }
 for _name, _summary in SUMMARIES.items():
     CASES[f"DeepGraphInfomax, {_name}"] = (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from combinations import everything, some
 from oracle import parts
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -476,7 +477,8 @@ def _equal(plain: Any, found: Any) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_values_and_gradients_are_those_of_whole_tensors(world: int) -> None:
-    for found in parts(_run, world, list(CASES)):
+    names = list(CASES) if world == 3 else some(list(CASES), f"{world}", 2)
+    for found in parts(_run, world, names):
         assert [text for text in found.values() if text] == []
 
 
@@ -484,9 +486,10 @@ def test_values_in_inference_mode() -> None:
     """There, operators that are composed of others come as they are."""
 
     def run() -> list[str]:
-        outside = _run(list(CASES), torch.inference_mode)  # made there
+        names = list(CASES)
+        outside = _run(names if everything() else names[::2], torch.inference_mode)  # made there
         with torch.inference_mode():
-            return [*outside.values(), *_run(list(CASES)).values()]
+            return [*outside.values(), *_run(names if everything() else names[1::2]).values()]
 
     for found in parts(run, 2):
         assert [text for text in found if text] == []

@@ -14,6 +14,8 @@ from oracle import apart, make_graph, whole
 from torch_geometric.nn import (
     APPNP,
     GAT,
+    MLP,
+    DNAConv,
     FAConv,
     GATConv,
     GATv2Conv,
@@ -392,6 +394,16 @@ def permuted(model, x, edge_index):
     return model.conv(x, edge_index[:, backwards])
 
 
+class Depths(DNAConv):
+    """Rows of several layers, of which each node has its own."""
+
+    def __init__(self):
+        super().__init__(6, 2, 1, dropout=0.5)
+
+    def forward(self, x, edge_index):
+        return super().forward(torch.stack([x, x.sin()], 1), edge_index)
+
+
 def aggregating(aggregation):
     return SAGEConv(6, 6, aggr=aggregation)
 
@@ -408,10 +420,6 @@ def mapped_sums():
 
 
 REFUSED = {
-    "a function within another": (
-        aggregating(attended()),
-        "SAGEConv.*draws random numbers by a function that is not known",
-    ),
     "a function that isn't known": (
         Drawing(lambda layer, x: F.rrelu(x, training=True)),
         "Drawing.*by a function that is not known to draw a row for each edge",
@@ -439,7 +447,10 @@ RIGHT = {
     "edges in another order": Plain(permuted),
     "drawn before the model": Plain(before),
     "edges with self loops": APPNP(3, 0.1, dropout=0.4),
+    "a module within a layer": GINConv(MLP([6, 8, 6], dropout=0.5)),
+    "attention within a message": Depths(),
     "of what messages sum to": aggregating(mapped_sums()),
+    "of several aggregations": aggregating(attended()),
 }
 
 
@@ -481,6 +492,7 @@ def test_what_draws_later_draws_as_one_process(parts):
     assert host(late, 2, parts / "2", False, policy) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:SAGEConv draws:pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_model_draws_as_one_process(case, parts):
     model = RIGHT[case].double()

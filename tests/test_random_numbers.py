@@ -129,13 +129,6 @@ def test_same_is_what_one_process_draws(name):
             _same_as_one_process(fill, plain, shape, dtype)
 
 
-def test_same_draws_integers():
-    for dtype in (torch.int64, torch.int32):
-        for total in (3, 40, 1003):
-            plain = lambda t: torch.randint(-5, 1000, t.shape, dtype=t.dtype)  # noqa: E731
-            _same_as_one_process(draws.integers(-5, 1000), plain, [total, 2], dtype)
-
-
 @pytest.mark.parametrize("name", FILLS)
 def test_same_comes_in_pieces(name, monkeypatch):
     fill, plain = FILLS[name]
@@ -185,10 +178,10 @@ def test_pieces_that_would_be_other_numbers_are_noticed(monkeypatch):
 # Keyed #######################################################################
 
 
-@pytest.mark.parametrize("name", [*FILLS, "integers"])
+@pytest.mark.parametrize("name", FILLS)
 def test_keyed_rows_are_functions_of_their_ids(name):
-    fill = draws.integers(-5, 1000) if name == "integers" else FILLS[name][0]
-    for dtype in (torch.int64,) if name == "integers" else FLOATS:
+    fill = FILLS[name][0]
+    for dtype in FLOATS:
         given = {"dtype": dtype, "device": CPU, "draws": Draws("keyed", key=77)}
         whole = draw(fill, [2, 3], torch.arange(50), 50, **given)
         assert whole.shape == (50, 2, 3) and whole.dtype == dtype
@@ -235,9 +228,6 @@ def test_keyed_numbers_have_the_distribution():
         close(drawn(draws.bernoulli(0.3), dtype), 0.3, 0.21)
         close(drawn(draws.dropout(0.75), dtype), 1, 3)
         assert sorted(drawn(draws.dropout(0.75), dtype).unique().tolist()) == [0, 4]
-    numbers = drawn(draws.integers(-2, 5), torch.int64)
-    close(numbers, 1, 4)
-    assert numbers.unique().tolist() == list(range(-2, 5))
     rows = drawn(draws.normal()).view(-1, 4).T
     assert (
         float(torch.corrcoef(torch.cat([rows, rows.roll(1, 1)])).fill_diagonal_(0).abs().max())
@@ -254,8 +244,6 @@ def test_what_cannot_be_drawn_is_named():
         Draws("other")
     with pytest.raises(ValueError, match="'p' to be a probability .got 1.5"):
         draws.dropout(1.5)
-    with pytest.raises(ValueError, match="'high'"):
-        draws.integers(3, 3)
     given = {"dtype": torch.float32, "device": CPU}
     for strength in draws.STRENGTHS:
         with pytest.raises(IndexError, match=r"\[0, 4\) .got 0 to 4"):

@@ -112,28 +112,30 @@ def _program(seed: int, x: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_equal_to_one_process(world: int) -> None:
     x = torch.randn(N, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    refused, seeds = 0, some(range(600 * world, 600 * world + 600), "programs", 6)
-    for seed in seeds:
+    seeds = some(range(600 * world, 600 * world + 600), "programs", 6)
+    expected = [_program(seed, x) for seed in seeds]
 
-        def work(seed: int = seed) -> Any:
-            comm = current()
-            order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
-            rows = node_rows(comm, (order % world == comm.rank).nonzero().view(-1), N)
+    def work() -> list[Any]:
+        comm, found = current(), []
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
+        rows = node_rows(comm, (order % world == comm.rank).nonzero().view(-1), N)
+        for seed in seeds:
             try:
                 *numbers, strides = _program(seed, wrap(x[rows.ids], rows, 0))
+                found.append(([whole(t, "test") for t in numbers], strides))
             except DistributedIndexError as error:
-                return str(error)
-            return [whole(t, "test") for t in numbers], strides
+                found.append(str(error))
+        return found
 
-        *numbers, strides = _program(seed, x)
-        for found in parts(work, world):
-            if isinstance(found, str):
-                refused += 1
-                assert "node tensor" in found or "rows" in found
+    for found in parts(work, world):
+        for seed, one, (*numbers, strides) in zip(seeds, found, expected, strict=True):
+            if isinstance(one, str):
+                assert "node tensor" in one or "rows" in one
                 continue
-            torch.testing.assert_close(found[0], numbers, rtol=1e-9, atol=1e-9, equal_nan=True)
-            assert found[1] == strides, seed
-    assert refused * 10 < len(seeds) * world
+            close = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True, "msg": f"seed {seed}"}
+            torch.testing.assert_close(one[0], numbers, **close)
+            assert one[1] == strides, seed
+        assert sum(isinstance(one, str) for one in found) * 10 < len(seeds)
 
 
 # Keys that are written ########################################################

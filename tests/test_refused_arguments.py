@@ -204,7 +204,7 @@ OTHER_WORDS = (
 )
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_what_one_process_refuses_is_refused(world: int) -> None:
     plain = {name: answer(call, values()) for name, call in CALLS.items()}
     assert [name for name, said in plain.items() if not said] == []

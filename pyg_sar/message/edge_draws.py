@@ -281,30 +281,8 @@ class EdgeDraws:
         self._settled = True
 
 
-class Drawing(TorchFunctionMode):
-    """Hands what is drawn meanwhile, by functions that are known, to :meth:`like`."""
-
-    def like(self, x: Tensor, fill: Fill, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Returns the numbers for a tensor; ``None``: those that PyTorch draws.
-
-        Args:
-            x: For its shape, dtype and device.
-            fill: What is drawn.
-            dtype: Of the numbers; ``None``: that of ``x``.
-        """
-        raise NotImplementedError
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = DRAWS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self, func, args, kwargs or {})
-
-
-class _EdgeDrawing(Drawing):
-    """Hands what a message draws meanwhile to :class:`EdgeDraws`."""
+class _EdgeDrawing(TorchFunctionMode):
+    """Hands what a message draws meanwhile, by functions that are known, to :class:`EdgeDraws`."""
 
     def __init__(self, draws: EdgeDraws, columns: Any, count: int, padding: int) -> None:
         super().__init__()
@@ -314,19 +292,32 @@ class _EdgeDrawing(Drawing):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _OTHERS and (kwargs or {}).get("generator") is None:
+        kwargs = kwargs or {}
+        if func in _OTHERS and kwargs.get("generator") is None:
             raise self._draws._refusal(_NOT_KNOWN)
-        return super().__torch_function__(func, types, args, kwargs)
+        handler = DRAWS.get(func)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
     def like(self, x: Tensor, fill: Fill, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the numbers for a tensor.
+
+        Args:
+            x: For its shape, dtype and device.
+            fill: What is drawn.
+            dtype: Of the numbers; ``None``: that of ``x``.
+        """
         draws = self._draws
         if x.dim() == 0 or x.size(0) != self._count + self._padding:
             raise draws._refusal(
                 f"draws {fill.name} numbers for a tensor of shape {list(x.shape)}, which isn't a "
                 f"row for each of the {counted(self._count, 'edges')} that it gets at a time"
             )
-        if in_other_order(x):
-            raise draws._refusal(told_order(fill, x))
+        # PyTorch draws in the order of memory, which F.dropout and the like take from x.
+        if not torch.empty_like(x).is_contiguous():
+            raise draws._refusal(
+                f"draws {fill.name} numbers for a tensor of shape {list(x.shape)} that lies in "
+                f"memory in another order, by strides {list(x.stride())}: call contiguous() first"
+            )
         number, self._number = self._number, self._number + 1
         found = draws.rows(number, fill, x.shape[1:], dtype or x.dtype, self._columns)
         if self._padding == 0:
@@ -334,40 +325,22 @@ class _EdgeDrawing(Drawing):
         return torch.cat([found.new_ones(self._padding, *found.shape[1:]), found])
 
 
-def in_other_order(x: Tensor) -> bool:
-    """Returns whether numbers for a tensor would be drawn in another order than that of its rows.
-
-    PyTorch draws them in the order of memory, which ``F.dropout`` and the like take from ``x``.
-    """
-    return not torch.empty_like(x).is_contiguous()
-
-
-def told_order(fill: Fill, x: Tensor) -> str:
-    """Returns what to say where :func:`in_other_order`."""
-    return (
-        f"draws {fill.name} numbers for a tensor of shape {list(x.shape)} that lies in memory in "
-        f"another order, by strides {list(x.stride())}: call contiguous() first"
-    )
-
-
 # Functions ####################################################################
 
 
-def _of_dropout(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _of_dropout(mode: _EdgeDrawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def dropout(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         if not 0 < p <= 1 or not training:
             return F.dropout(input, p, training, inplace)
         factors = mode.like(input, fills.dropout(p))
-        if factors is None:
-            return F.dropout(input, p, training, inplace)
         return input.mul_(factors) if inplace else input * factors
 
     return dropout(*args, **kwargs)
 
 
-def _of_plain_dropout(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _of_plain_dropout(mode: _EdgeDrawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def dropout(input: Tensor, p: float, train: bool) -> Any:
         inplace = func is torch.dropout_
         return _of_dropout(mode, F.dropout, (input, p, train, inplace), {})
@@ -375,12 +348,11 @@ def _of_plain_dropout(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any
     return dropout(*args, **kwargs)
 
 
-def _of_like(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _of_like(mode: _EdgeDrawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fill = fills.uniform() if func is torch.rand_like else fills.normal()
     if set(kwargs) - {"input", "dtype", "device"}:
         return func(*args, **kwargs)
-    found = mode.like(args[0] if args else kwargs["input"], fill, kwargs.get("dtype"))
-    return func(*args, **kwargs) if found is None else found
+    return mode.like(args[0] if args else kwargs["input"], fill, kwargs.get("dtype"))
 
 
 _IN_PLACE: dict[Any, tuple[Callable[..., Fill], tuple[tuple[str, float], ...]]] = {
@@ -391,7 +363,7 @@ _IN_PLACE: dict[Any, tuple[Callable[..., Fill], tuple[tuple[str, float], ...]]] 
 }
 
 
-def _of_filling(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _of_filling(mode: _EdgeDrawing, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     make, parameters = _IN_PLACE[func]
     x, *rest = args
     known = dict(parameters)
@@ -399,8 +371,7 @@ def _of_filling(mode: Drawing, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     numbers = all(isinstance(value, int | float) for value in values.values())
     if len(rest) > len(known) or set(values) != set(known) or not numbers:
         return func(*args, **kwargs)
-    found = mode.like(x, make(*values.values()))
-    return func(*args, **kwargs) if found is None else x.copy_(found)
+    return x.copy_(mode.like(x, make(*values.values())))
 
 
 DRAWS: dict[Any, Any] = {

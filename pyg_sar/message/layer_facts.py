@@ -84,6 +84,7 @@ LIBRARIES = frozenset(
     {
         *("torch", "torch_geometric", "pyg_sar", "pyg_lib", "torch_scatter", "torch_sparse"),
         *("torch_cluster", "torch_spline_conv", "numpy", "scipy", "einops", "typing_extensions"),
+        "_pytest",  # which looks at each assert of a test module
         *(sys.stdlib_module_names - {"unittest"}),  # which puts others in the place of functions
     }
 )
@@ -232,7 +233,12 @@ _PLAIN = (
     *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
     *(nn.BatchNorm1d, nn.LayerNorm, linear.Linear, linear.HeteroLinear, linear.HeteroDictLinear),
+    *(nn.ParameterDict, nn.GRUCell, nn.Embedding),
+    nn.modules.linear.NonDynamicallyQuantizableLinear,  # of nn.MultiheadAttention
 )
+_BASES = frozenset(base for kind in _PLAIN for base in kind.__mro__)
+_DROP = (nn.RNNBase, nn.MultiheadAttention)
+"""Modules of PyTorch that draw for dropout alone, by an attribute of that name."""
 
 
 def draws_nothing(layer: nn.Module) -> bool:
@@ -247,6 +253,13 @@ def draws_nothing(layer: nn.Module) -> bool:
     return all(_is_silent(module) for module in layer.modules())
 
 
+def draws_within_messages(layer: MessagePassing) -> bool:
+    """Returns whether it is sure that a layer of PyG's draws, if at all, in its messages alone."""
+    kind: Any = type(layer)
+    inner = (module for module in layer.modules() if module is not layer)
+    return not _names_draws(kind) and all(map(_is_silent, inner))
+
+
 def _is_silent(module: Any) -> bool:
     kind: Any = type(module)
     own = _OWN_METHODS & vars(module).keys()
@@ -254,9 +267,12 @@ def _is_silent(module: Any) -> bool:
         return False
     if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
+    if kind is nn.Dropout and module.p == 0:
+        return True
     if not _only_drops(kind):
         return False
-    drops = module.training and any(v for name, v in vars(module).items() if "drop" in name)
+    rates = [v for name, v in vars(module).items() if "drop" in name]
+    drops = module.training and any(any(v) if isinstance(v, list) else v for v in rates)
     return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
 
 
@@ -267,15 +283,36 @@ _OWN_METHODS = frozenset({"forward", "message", "aggregate", "update", "edge_upd
 @cache
 def _only_drops(kind: type) -> bool:
     """Returns whether a class is PyG's, and its source has no words of randomness but dropout."""
-    if not issubclass(kind, MessagePassing | Aggregation):
-        return False
+    if issubclass(kind, _DROP):
+        return kind.__module__.startswith("torch.nn.")
     for base in kind.__mro__:
         home = base.__module__
-        own = home.startswith(("torch_geometric.nn.conv.", "torch_geometric.nn.aggr."))
-        if own and base not in (MessagePassing, Aggregation):
+        if home.startswith("torch_geometric.nn.") and base not in (MessagePassing, Aggregation):
             source = inspect.getsource(sys.modules[home]).lower().replace("dropout", " ")
             if any(word in source for word in _WORDS):
                 return False
-        elif not own and not home.startswith(("torch.", "builtins", "pyg_sar.", "typing", "abc")):
+        elif issubclass(base, nn.Module) and home.startswith("torch."):
+            if base not in _BASES:
+                return False
+        elif not home.startswith(_KNOWN_HOMES):
             return False
     return True
+
+
+_KNOWN_HOMES = ("torch.", "torch_geometric.nn.", "builtins", "pyg_sar.", "typing", "abc")
+_MESSAGES = frozenset({"message", "edge_update", "message_and_aggregate"})
+_NO_PASS = frozenset({"__init__", "reset_parameters", "__repr__"})
+
+
+@cache
+def _names_draws(kind: type) -> bool:
+    """Returns whether methods of PyG's in a layer, but for its messages, name what draws."""
+    words = [word.strip("(.") for word in _WORDS]
+    for base in kind.__mro__:
+        if base is not MessagePassing and base.__module__.startswith("torch_geometric.nn."):
+            for name, method in vars(base).items():
+                if inspect.isfunction(method) and name not in _MESSAGES | _NO_PASS:
+                    names = " ".join(names_in(method.__code__)).lower()
+                    if any(word in names for word in words):
+                        return True
+    return False

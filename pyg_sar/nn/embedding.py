@@ -9,6 +9,7 @@ is summed, compared or copied.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.space.draws import drawn_rows
 from pyg_sar.tensors import NodeTensor, Rows, wrap
-
-_DRAWN = 2**20  # numbers that are drawn at a time
 
 
 class NodeEmbedding(torch.nn.Embedding):
@@ -76,42 +76,20 @@ class NodeEmbedding(torch.nn.Embedding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws standard normal rows: those of one process."""
-        weight = self.weight
-        if isinstance(weight, NodeTensor):
-            weight.copy_(wrap(draw_rows(weight.local, weight.rows), weight.rows, 0))
-        else:
-            super().reset_parameters()
+        weight, cpu = self.weight, torch.device("cpu")
+        if not isinstance(weight, NodeTensor):
+            return super().reset_parameters()
+
+        def make(shape: Sequence[int]) -> Tensor:
+            return torch.empty(shape, dtype=weight.dtype).normal_()
+
+        rows, width = weight.rows, [weight.size(1)]
+        own = drawn_rows(make, width, rows.ids.cpu(), rows.total, cpu)
+        weight.copy_(wrap(own.to(weight.device), rows, 0))
 
     def forward(self, input: Tensor | None = None) -> Tensor:
         """Returns the rows of these nodes, by ids in the whole graph; of all nodes by default."""
         return self.weight if input is None else super().forward(input)
-
-
-def draw_rows(like: Tensor, rows: Rows) -> Tensor:
-    """Returns rows of ``torch.empty(N, d).normal_()``, to the bit, without the whole matrix.
-
-    [Note: blocks of normal numbers] On the CPU torch turns 16 uniform numbers into 16 normal ones
-    at a time, one group after the other. So blocks of a multiple of 16 numbers are those of the
-    whole; and where 16 does not divide the number of all, the last 16 are drawn once more.
-
-    Args:
-        like: Has the shape of this worker's rows ``[n, d]``, and their dtype.
-        rows: Which these are.
-    """
-    ids, width = rows.ids.cpu(), like.size(1)
-    out = torch.empty(like.shape, dtype=like.dtype)
-    order = ids.argsort()
-    ascending = ids[order]
-    step = 16 * max(_DRAWN // max(16 * width, 1), 1)
-    start = 0
-    while start < rows.total:
-        # Fewer than 16 numbers would be drawn in another way: the last block takes them in.
-        stop = start + step if (rows.total - start - step) * width >= 16 else rows.total
-        block = torch.empty(stop - start, width, dtype=like.dtype).normal_()
-        first, last = torch.searchsorted(ascending, torch.tensor([start, stop])).tolist()
-        out[order[first:last]] = block[ascending[first:last] - start]
-        start = stop
-    return out.to(like.device)
 
 
 @torch.no_grad()
@@ -120,10 +98,6 @@ def own_rows(model: torch.nn.Module, comm: Communicator) -> None:
 
     Those of embeddings, and of LINKX's adjacency, with as many rows as a graph that was loaded has
     nodes. They stay the objects that they are, which an optimizer may know already.
-
-    Args:
-        model: Built for the whole graph, alike on all workers.
-        comm: The workers.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):

@@ -33,12 +33,16 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import title_of
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
-from pyg_sar.message.layer_facts import asked_by, draws_nothing, standing_in
+from pyg_sar.message.layer_facts import (
+    asked_by,
+    draws_nothing,
+    draws_within_messages,
+    standing_in,
+)
 from pyg_sar.message.layer_state import TileValue
 from pyg_sar.message.row_modules import (
     changes_of,
@@ -60,7 +64,6 @@ from pyg_sar.nn.global_inputs import (
 )
 from pyg_sar.nn.made_edges import of_size, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.model_draws import DrawsOfLayers
 from pyg_sar.nn.norm import own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
@@ -82,11 +85,6 @@ _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cache
 
 class _Call:
     """A call of a module between tensors of the whole graph.
-
-    Args:
-        module: The module.
-        args: Its arguments.
-        kwargs: Those by name.
 
     Raises:
         DistributedIndexError: When an ``edge_index`` stands for no distributed edges, or it can't
@@ -377,24 +375,11 @@ class _Call:
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
     @contextmanager
-    def draws(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """The module draws random numbers as its policy says.
-
-        With ``random=None`` they are the worker's own; then all workers' state is one again.
-
-        Args:
-            args: What it is called with on this worker.
-            kwargs: The same by name.
-        """
+    def draws(self) -> Iterator[None]:
+        """With ``random=None`` a layer draws numbers of the worker's own; then states are one."""
         policy = getattr(self.module, "policy", None)
-        rows: DrawsOfLayers | None = getattr(self.module, "model_draws", None)
-        silent = policy is not None and draws_nothing(self.module)
-        if policy is None or (policy.random is not None and silent):
+        if policy is None or policy.random is not None:
             yield
-            return
-        if policy.random is not None and rows is not None:
-            with rows.around(self.module, args, kwargs):
-                yield
             return
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -481,11 +466,7 @@ class _Call:
 
 
 def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
-
-    Args:
-        layer: The layer.
-    """
+    """Attributes of a layer that were computed of parameters: pruned, or another network's, say."""
     for module in layer.modules():
         for name, value in vars(module).items():
             plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
@@ -528,7 +509,7 @@ class GlobalCalls:
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
-            if is_watched(self):
+            if is_watched(self) or not _draws_in_messages(self):
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -547,7 +528,7 @@ class GlobalCalls:
         with call.parameters(), own_rows_only():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
-            with call.draws(own_args, own_kwargs):
+            with call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
 
@@ -574,6 +555,11 @@ def _taking_all_nodes(layer: Any) -> Iterator[None]:
     finally:
         layer.__class__ = own
         vars(layer).update(caches)
+
+
+def _draws_in_messages(layer: Any) -> bool:
+    """Returns whether a layer of PyG's draws for rows of edges, if at all: else for all nodes."""
+    return layer.policy.random is None or draws_nothing(layer) or draws_within_messages(layer)
 
 
 def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -> Any:
@@ -627,7 +613,6 @@ class GlobalPropagation(DistMessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
         given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
-        edge_index = self._given_edges(edge_index)
         if size is not None:
             kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
@@ -636,7 +621,11 @@ class GlobalPropagation(DistMessagePassing):
             within = f" ({', '.join(changes)})" if (changes := changes_of(self)) else ""
             what = "hooks, or methods or functions of the user's, within it"
             warn_of_memory(f"{title_of(self)} has {what}{within}")
-        if watched or vars(self).get("_mixes_edges"):
+        aggr = self.aggr_module  # None: a layer has a method of its own
+        draws = None not in (self.policy.random, aggr) and not draws_nothing(aggr)
+        if draws:
+            warn_of_memory(f"{title_of(self)} draws random numbers for what its messages add up to")
+        if watched or draws or vars(self).get("_mixes_edges"):
             return self._on_whole_graph(edge_index, kwargs)
         if call.edges_aside:
             why = f"{title_of(self)} takes values of edges along another axis than the first"
@@ -645,7 +634,6 @@ class GlobalPropagation(DistMessagePassing):
         try:
             with call.parameters(), own_rows_only():
                 (edges,), local = call.arguments((edge_index,), kwargs)
-                edges = self._local_edges(edges)
                 (edges,), local = _sharing(call, (edges,), local)
                 # A user's update waits meanwhile: it is to get all nodes.
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
@@ -726,36 +714,6 @@ class GlobalPropagation(DistMessagePassing):
                 out = out.index_select(axis, wrap(rows.ids, rows, 0))
         return cast(Tensor, out)
 
-    def _given_edges(self, edge_index: Any) -> Any:
-        """Returns the distributed edges that ``propagate`` is called with."""
-        return edge_index
-
-    def _local_edges(self, edges: Any) -> Any:
-        """Returns this worker's edges as ``propagate`` is to have them."""
-        return edges
-
-
-class GlobalSuperGAT(GlobalPropagation):
-    """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
-        self.__dict__.update(_given=edges[0] if edges else None)
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            del self.__dict__["_given"]
-
-    def _given_edges(self, edge_index: Any) -> Any:
-        given = self.__dict__["_given"]
-        return edge_index if given is None else given
-
-    def _local_edges(self, edges: Any) -> Any:
-        if self.add_self_loops:  # as its forward() does with those of the whole graph
-            edges, _ = remove_self_loops(edges)
-            edges, _ = add_self_loops(edges, num_nodes=edges.plan.num_local)
-        return edges
-
 
 class GlobalHypergraph(GlobalPropagation):
     """``HypergraphConv``: of the last hyperedges, which are nodes of a type, some may be empty."""
@@ -768,9 +726,10 @@ class GlobalHypergraph(GlobalPropagation):
         return super().__call__(*args, **kwargs)
 
 
-_OWN_WAYS = {SuperGATConv: GlobalSuperGAT, HypergraphConv: GlobalHypergraph}
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
-_WORK_ON_ALL_NODES = (ARMAConv, HANConv, MeshCNNConv, LabelPropagation, *_FIND_EDGES)
+_WORK_ON_ALL_NODES = (
+    *(ARMAConv, HANConv, MeshCNNConv, LabelPropagation, SuperGATConv, HypergraphConv, *_FIND_EDGES),
+)
 _KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _ASKED = frozenset(
     {
@@ -796,7 +755,7 @@ def _works_on_all_nodes(kind: Any) -> bool:
         if hasattr(author, name) and not hasattr(torch.nn.Module, name):
             return True  # PyG's forward() may call it, with the rows of all nodes.
     methods = [method for names in own for method in names.values()]
-    return issubclass(kind, (*_WORK_ON_ALL_NODES, *_OWN_WAYS)) or any(
+    return issubclass(kind, _WORK_ON_ALL_NODES) or any(
         not _OF_ALL.isdisjoint(method.__code__.co_names)
         for method in methods
         if inspect.isfunction(method)
@@ -849,8 +808,7 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
         kind: The class.
         on_all_nodes: Its ``forward`` may do more than treat each row for itself.
     """
-    found = (way for layer, way in _OWN_WAYS.items() if issubclass(kind, layer))
-    before = next(found, GlobalPropagation)
+    before = GlobalHypergraph if issubclass(kind, HypergraphConv) else GlobalPropagation
     if on_all_nodes or _works_on_all_nodes(kind):
         own = vars(kind).get("replaced", kind)  # or one's own, written against DistMessagePassing
         return type(kind.__name__, (before, own), names_of(kind))

@@ -97,10 +97,6 @@ def refuse_replaced(module: torch.nn.Module, changes: Sequence[str]) -> None:
     PyTorch calls what stands there twice for tensors that are no plain ones: the second time by its
     name, for what the function that it replaced is.
 
-    Args:
-        module: A layer, or a norm.
-        changes: What users have changed of it (:func:`~pyg_sar.message.row_modules.changes_of`).
-
     Raises:
         DistributedIndexError: Naming the function.
     """
@@ -188,11 +184,6 @@ _KEEP_LOOPS = (ARMAConv, LabelPropagation, LGConv, TAGConv)
 def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Returns the arguments of a call with edges and weights in the place of a matrix.
 
-    Args:
-        layer: The layer.
-        args: What it is called with.
-        kwargs: The same by name.
-
     Raises:
         DistributedIndexError: PyG's layer would do something else with a matrix.
     """
@@ -256,11 +247,6 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
     what is done with other matrices is left to PyG's own ``propagate``, between tensors of the
     whole graph: products are exact there, and each worker computes its rows of them. Of equal
     maxima a product gives one the gradient, and an aggregation of messages all.
-
-    Args:
-        layer: The layer.
-        args: What it is called with.
-        kwargs: The same by name.
 
     Returns:
         The arguments, and whether a matrix is left among them.

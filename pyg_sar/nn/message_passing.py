@@ -56,9 +56,7 @@ from pyg_sar.message.row_modules import changes_of, update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of, with_seed
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
-from pyg_sar.nn.model_draws import (
-    DrawsOfLayers,
-    away,
+from pyg_sar.nn.message_draws import (
     computed,
     drawing,
     mark_deferred,
@@ -140,7 +138,6 @@ class DistMessagePassing(MessagePassing):
     ledger_name: str = ""
     kept_rows: KeptRows | None = None  # Of its last exchange, with SARPolicy(refresh_every=...).
     _one_shot_call: bool = False
-    model_draws: DrawsOfLayers | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
 
     # [Note: pinned] PyG compiles `propagate` and `edge_updater` from templates when a layer is
@@ -203,10 +200,7 @@ class DistMessagePassing(MessagePassing):
             edge_index = inner(edge_index, self._source_row())
         if edge_index.by_content and "_cached_edge_index" in self.__dict__:
             edge_index = as_kept(self, edge_index)
-        if self.model_draws is None:
-            return self._propagate(edge_index, size, kwargs)
-        with away(self.model_draws):
-            return self._propagate(edge_index, size, kwargs)
+        return self._propagate(edge_index, size, kwargs)
 
     def _propagate(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Tensor:
         """Propagates messages over a distributed graph."""
@@ -350,16 +344,15 @@ class DistMessagePassing(MessagePassing):
 
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
         """Returns the edge features of all edges at once."""
-        with away(self.model_draws):
-            keeps = Chooser(self, edge_index, kwargs).check_edge_update()
-            facts_of(self).edge_sets = attributes_of(self, keeps)
-            padding = stand_ins(edge_index)
-            with (
-                self._drawing(edge_index, kwargs) as draws,
-                on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
-                of_all_edges(draws, edge_index, None, padding),
-            ):
-                return super().edge_updater(edge_index, size=size, **kwargs)
+        keeps = Chooser(self, edge_index, kwargs).check_edge_update()
+        facts_of(self).edge_sets = attributes_of(self, keeps)
+        padding = stand_ins(edge_index)
+        with (
+            self._drawing(edge_index, kwargs) as draws,
+            on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
+            of_all_edges(draws, edge_index, None, padding),
+        ):
+            return super().edge_updater(edge_index, size=size, **kwargs)
 
     # How to run ##############################################################
 
@@ -449,13 +442,11 @@ class DistMessagePassing(MessagePassing):
     def _finished(
         self, edge_index: DistEdgeIndex, choice: Choice, results: list[Tensor], in_degree: Tensor
     ) -> Tensor:
-        """Returns the aggregate of reductions; random numbers for it come after the messages'."""
+        """Returns the aggregate of reductions."""
         if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
             return results[0]
         finish = decomposition_of(self, choice.strategy == "chunked").finish
-        draws = self.model_draws if self.may_draw() else None
-        with nullcontext() if draws is None else draws.around(self, (edge_index,), {}):
-            return finish(results, in_degree, self.node_dim)
+        return finish(results, in_degree, self.node_dim)
 
     def _attended(
         self,

@@ -208,11 +208,14 @@ class DistInstanceNorm(gnn.InstanceNorm):
             shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
             return _transposed(standardise(x, shift, scale, self.bias, None, dtype), batch)
         found = graph_moments("InstanceNorm", x, batch, batch_size)
-        if batch is None:
-            check_several(found)
         whole = found.count.view(-1, 1)
+        if batch is None and int(whole) <= 1:  # No deviation.
+            raise ValueError(
+                f"Expected more than 1 spatial element when training (got "
+                f"{counted(int(whole), 'nodes')} on all {counted(current().world_size, 'workers')})"
+            )
         unbiased = found.variance * whole / (whole - 1).clamp(min=1)
-        track_instances(self, found.mean.mean(0), unbiased.mean(0))
+        _move(self, found.mean.mean(0), unbiased.mean(0), self.momentum)
         scale = scaled((found.variance + self.eps).rsqrt(), self.weight)
         return _transposed(standardise(x, found.mean, scale, self.bias, batch, dtype), batch)
 
@@ -222,22 +225,12 @@ def _transposed(rows: Tensor, batch: Tensor | None) -> Tensor:
     return rows if batch is not None else rows.t().contiguous().t()
 
 
-def check_several(found: Moments) -> None:
-    """Refuses instances of one node on all workers, which have no deviation, as torch does."""
-    total = int(found.count)
-    if total <= 1:
-        raise ValueError(
-            f"Expected more than 1 spatial element when training (got {counted(total, 'nodes')} on "
-            f"all {counted(current().world_size, 'workers')})"
-        )
-
-
 @torch.no_grad()
-def track_instances(norm: Any, mean: Tensor, variance: Tensor) -> None:
-    """Moves an instance norm's running statistics towards the average over instances."""
+def _move(norm: Any, mean: Tensor, variance: Tensor, factor: float) -> None:
+    """Moves running statistics towards those of a call."""
     for running, now in ((norm.running_mean, mean), (norm.running_var, variance)):
         if running is not None:
-            running.mul_(1 - norm.momentum).add_(now.to(running.dtype), alpha=norm.momentum)
+            running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
 
 
 class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
@@ -360,10 +353,7 @@ def _track(norm: Any, found: Moments) -> None:
     factor = norm.momentum
     if factor is None:
         factor = 1.0 / float(norm.num_batches_tracked or 1)
-    unbiased = found.variance[0] * (total / (total - 1))
-    for running, now in ((norm.running_mean, found.mean[0]), (norm.running_var, unbiased)):
-        if running is not None:
-            running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
+    _move(norm, found.mean[0], found.variance[0] * (total / (total - 1)), factor)
 
 
 class DistBatchNorm(gnn.BatchNorm):

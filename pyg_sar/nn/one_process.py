@@ -85,10 +85,6 @@ class OwnGraphs:
     ) -> tuple[Tensor, DistEdgeIndex] | None:
         """The plain edges among a layer's arguments, and the graph that stands for them.
 
-        Args:
-            layer: The layer, with its axis of nodes.
-            arguments: Arguments of ``forward``, by name.
-
         Returns:
             ``None`` where the kernels are missing, not made for the arguments, or not worth it.
         """

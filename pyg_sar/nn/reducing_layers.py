@@ -61,14 +61,6 @@ class FastRGCNMixin(gnn.FastRGCNConv):
         return cast(Tensor, super().message(x_j, edge_type, edge_index_j))
 
 
-REFUSED = {
-    "PANConv": (
-        "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
-        "steps of propagation instead: TAGConv, MixHopConv"
-    ),
-}
-"""Layers of PyG, by name as not every PyG has all, that several workers can't run, and why."""
-
 MIXINS: dict[type, type] = {
     gnn.ChebConv: ChebMixin,
     gnn.FastRGCNConv: FastRGCNMixin,
@@ -76,22 +68,15 @@ MIXINS: dict[type, type] = {
 
 
 def check_layer(name: str, layer: torch.nn.Module, rank: int) -> None:
-    """Raises ``ValueError`` on a layer that is right in one process alone.
-
-    Args:
-        name: Its name in the model.
-        layer: The layer.
-        rank: This worker's.
-    """
-    for base in type(layer).__mro__:
-        if base.__name__ in REFUSED and base is getattr(gnn, base.__name__, None):
-            raise ValueError(
-                f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): "
-                f"{REFUSED[base.__name__]}"
-            )
+    """Raises ``ValueError`` on a layer that is right in one process alone."""
+    if isinstance(layer, gnn.PANConv):
+        raise ValueError(
+            f"'{name}' ({type(layer).__name__}) can't run on several workers (rank {rank}): it "
+            "multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
+            "steps of propagation instead: TAGConv, MixHopConv"
+        )
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
     """Returns the classes that go before :class:`DistMessagePassing` in a layer's bases."""
-    found = next((base for base in kind.__mro__ if base in MIXINS), None)
-    return () if found is None else (MIXINS[found],)
+    return tuple(mixin for base, mixin in MIXINS.items() if issubclass(kind, base))

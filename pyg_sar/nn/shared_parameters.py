@@ -51,10 +51,6 @@ class SharedParameters:
         """Takes in a layer, behind the others: in the same order on all workers.
 
         A layer that is gone may have had its ``id()``, on some workers alone.
-
-        Args:
-            name: Its name in the model, for errors.
-            layer: The layer.
         """
         self._layers.pop(id(layer), None)
         self._layers[id(layer)] = name, weakref.ref(layer)
@@ -80,12 +76,7 @@ class SharedParameters:
         return rows if comm is None else [*rows, *notes(comm)]
 
     def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
-        """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.
-
-        Args:
-            layer: The layer.
-            comm: The communicator.
-        """
+        """Returns what a layer computes with, by the ``id()`` of what it stands for."""
         wanted = [parameter for _, parameter in shared_in(layer)]
         comm.learns |= bool(wanted)
         if not all(map(self._is_taken, wanted)):
@@ -99,10 +90,6 @@ class SharedParameters:
 
         Once in a call of the model: when its first layer is called. Parameters outside of layers
         are among them.
-
-        Args:
-            layer: The layer that is called.
-            comm: The communicator.
 
         Raises:
             ValueError: on every worker, when some differ.
@@ -130,25 +117,14 @@ class SharedParameters:
         check_tensors(named, settings, comm)
 
     def known_to(self, comm: Communicator, model: torch.nn.Module) -> None:
-        """Lets functions that get one of a model's parameters find these.
-
-        Args:
-            comm: The communicator.
-            model: The model.
-        """
+        """Lets functions that get one of a model's parameters find these."""
         self._model = weakref.ref(model)
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, NodeTensor):
                 comm.shared_parameters[parameter] = weakref.ref(self), name
 
     def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
-        """Returns what functions compute with in the place of a parameter outside of layers.
-
-        Args:
-            name: Its name in the model, for errors.
-            parameter: The parameter.
-            comm: The communicator.
-        """
+        """Returns what functions compute with in the place of a parameter outside of layers."""
         comm.learns = True
         if not self._is_taken(parameter):
             self._others.setdefault(id(parameter), (name, weakref.ref(parameter)))
@@ -156,11 +132,7 @@ class SharedParameters:
         return self._taken[id(parameter)][2]
 
     def check_part(self, comm: Communicator) -> None:
-        """Raises ``ValueError`` on a model that another part of this process runs.
-
-        Args:
-            comm: That of this part.
-        """
+        """Raises ``ValueError`` on a model that another part of this process runs."""
         before, self._comm = self._comm, comm
         same = before is None or before is comm or before.closed
         if not same and before is not None and before.host is comm.host:
@@ -191,11 +163,7 @@ class SharedParameters:
 
 
 def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a layer that need gradients, but for those with a row per node.
-
-    Args:
-        layer: The layer.
-    """
+    """The parameters of a layer that need gradients, but for those with a row per node."""
     for name, module in layer.named_modules():
         for own, parameter in module._parameters.items():
             rows = isinstance(parameter, NodeTensor)
@@ -205,11 +173,7 @@ def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def compute_again(layer: torch.nn.Module) -> None:
-    """Hooks that computed weights in a call did so of what parameters were then: now of these.
-
-    Args:
-        layer: The layer, with its own parameters again.
-    """
+    """Hooks that computed weights in a call did so of what parameters were then: now of these."""
     for module in layer.modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod | WeightNorm):

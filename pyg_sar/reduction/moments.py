@@ -88,7 +88,7 @@ class Moments:
     variance: Tensor
 
 
-def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int = 2) -> Moments:
+def moments(x: Tensor, batch: Tensor | None = None, size: int = 1) -> Moments:
     r"""Returns count, mean and variance per group over the rows of all workers; differentiable.
 
     Each worker's count :math:`n_p`, mean :math:`\mu_p` and :math:`M_p = \sum (x - \mu_p)^2`
@@ -106,14 +106,13 @@ def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int
         x: ``[N, F]``; every worker's own rows.
         batch: The group of each row, ``[N]``; ``None`` on all workers for a single group.
         size: The number of groups B, the same on all workers.
-        order: 2 for all; 1 for counts and means (variances are 0), 0 for counts (both are empty).
 
     Raises:
         ValueError: When ``batch`` doesn't fit.
     """
     comm = current()
     check_batch(x, batch, size, comm)
-    return Moments(*_Moments.apply(x, batch, size, order, comm))
+    return Moments(*_Moments.apply(x, batch, size, 2, comm))
 
 
 def graph_moments(
@@ -122,7 +121,8 @@ def graph_moments(
     """:func:`moments` for arguments as PyG's norms take them; ``title`` is the norm, for messages.
 
     Without ``batch_size``, one more collective finds the number of graphs: one more than the
-    largest entry of any worker.
+    largest entry of any worker. ``order`` 1: counts and means (variances are 0), 0: counts (both
+    are empty).
 
     Raises:
         ValueError: When ``x`` or ``batch`` doesn't fit.

@@ -369,23 +369,14 @@ _WRAPPERS = frozenset(
 )
 
 
-def wrapper_of(model: torch.nn.Module) -> str | None:
-    """Returns the wrapper of torch around a model, if it sums gradients its own way."""
-    kinds = {type(module) for module in model.modules()}
-    names = {base.__name__ for kind in kinds for base in kind.__mro__}
-    found = sorted(names & _WRAPPERS)
-    if found:
-        return found[0]
-    if getattr(model, "_is_fsdp_managed_module", False):
-        return "FullyShardedDataParallel"
-    active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    return None if active is None else "DistributedDataParallel"
-
-
 def refuse_wrapped(model: torch.nn.Module) -> None:
     """Raises ``ValueError`` where a distributed model's gradients are summed by others as well."""
-    name = wrapper_of(model)
-    if name is not None:
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if getattr(model, "_is_fsdp_managed_module", False):
+        names.add("FullyShardedDataParallel")
+    if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        names.add("DistributedDataParallel")
+    for name in sorted(names & _WRAPPERS)[:1]:
         raise ValueError(
             f"The model is distributed by pyg_sar.distribute() and by {name}, which would take "
             "each worker's gradients for those of a batch of its own, and average them. Use the "

@@ -65,7 +65,7 @@ class Fill:
         two: Its second number.
     """
 
-    name: Literal["dropout", "bernoulli", "uniform", "normal", "exponential", "integers"]
+    name: Literal["dropout", "bernoulli", "uniform", "normal", "exponential"]
     one: float = 0.0
     two: float = 0.0
 
@@ -84,15 +84,13 @@ class Fill:
             return out.uniform_(self.one, self.two)
         if self.name == "normal":
             return out.normal_(self.one, self.two)
-        if self.name == "exponential":
-            return out.exponential_(self.one)
-        return out.random_(int(self.one), int(self.two))
+        return out.exponential_(self.one)
 
     def words(self, dtype: torch.dtype) -> int:
         """Returns how many words of 32 random bits make a value."""
         if self.name in ("dropout", "bernoulli"):
             return 1
-        return 2 if self.name in ("normal", "integers") or dtype == torch.float64 else 1
+        return 2 if self.name == "normal" or dtype == torch.float64 else 1
 
     def of_words(self, words: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns values ``[*]`` made of random words ``[*, words(dtype)]``."""
@@ -107,9 +105,6 @@ class Fill:
             first, second = (words.double() + 0.5).mul_(2.0**-32).unbind(-1)
             values = first.log().mul_(-2).sqrt_() * second.mul_(2 * pi).cos()
             return values.mul_(self.two).add_(self.one).to(dtype)
-        if self.name == "integers":
-            low, high = int(self.one), int(self.two)
-            return (_uniform(words, 53) * (high - low)).to(torch.long).add_(low).to(dtype)
         values = _uniform(words, _DIGITS[dtype])
         if self.name == "uniform":
             return values.mul_(self.two - self.one).add_(self.one).to(dtype)
@@ -148,13 +143,6 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Fill:
 def exponential(rate: float = 1.0) -> Fill:
     """Exponential numbers: ``Tensor.exponential_(rate)``."""
     return Fill("exponential", rate)
-
-
-def integers(low: int, high: int) -> Fill:
-    """Integers in [low, high): ``torch.randint``. At most :math:`2^{32}` values with a key."""
-    if not 0 < high - low <= 2**32:
-        raise ValueError(f"Expected 'high' to be from low + 1 to low + 2**32 (got {low}, {high})")
-    return Fill("integers", low, high)
 
 
 def _probability(p: float) -> float:
@@ -213,7 +201,7 @@ def draw(
         rest: The shape of a row.
         ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
         total: Rows of the whole tensor.
-        dtype: Of the tensor: floating, or integers for :func:`integers`.
+        dtype: Of the tensor, a floating one.
         device: Where it is drawn: one process's device.
         draws: In which strength.
         order: Returns :func:`ascending` of the ids, where somebody keeps it.

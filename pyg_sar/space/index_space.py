@@ -91,14 +91,6 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(func)
 
 
-@handles(Tensor.select, torch.select)
-def _select(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dim, number = args
-    if isinstance(source, DistEdgeIndex) and dim == 0:
-        return _row(source, number % 2)
-    raise refusal(func)
-
-
 def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     """Other edges in the same space."""
     place = source.dist_row, source.targets, source.by_content
@@ -219,8 +211,6 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
                 return _selected_edges(source, columns)[rows]
             if isinstance(rows, slice) and rows == slice(None):
                 return _selected_edges(source, columns)
-        if isinstance(key, list | Tensor) and list(map(int, key)) == [1, 0]:
-            return _flip(Tensor.flip, (source, 0), {})
         raise refusal(func)
     if isinstance(source, DistIndex):
         if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
@@ -255,26 +245,6 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
         return out.ordered(source.places)
 
     return source.remember("flip", make)
-
-
-@handles(torch.stack)
-def _stack(func: Any, args: Any, kwargs: Any) -> Any:
-    rows = list(args[0])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    places = [k for k, row in enumerate(rows) if isinstance(row, DistIndex)]
-    if dim != 0 or len(rows) != 2 or len(places) != 1:
-        raise refusal(func)
-    place = places[0]
-    base, other = rows[place], rows[1 - place]
-    if base.partial is not None and place != 0:
-        raise refuse_partial("Turning edges round")
-
-    def make() -> Any:
-        joined = torch.stack([plain(row) for row in rows], 0)
-        edges = dist_edge_index(joined, base.plan, place, base.targets, base.by_content)
-        return other, derived(edges.ordered(base.places), base, known=False)
-
-    return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 
 
 @handles(torch.cat, torch.concat, torch.concatenate)

@@ -60,10 +60,6 @@ def shared_by_all(values: Sequence[Tensor], comm: Communicator) -> Sequence[Tens
     """Returns tensors that all workers hold, for computations with each worker's rows.
 
     The parameters of a distributed model are taken from its one autograd node.
-
-    Args:
-        values: The tensors.
-        comm: The communicator.
     """
     if comm.world_size == 1:
         return values
@@ -115,11 +111,6 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
     """Returns this worker's rows of a tensor of the whole graph, differentiable.
 
     Of a constant they are the same object in each call, by which layers know it again.
-
-    Args:
-        x: A node tensor, or a plain one, which all workers hold.
-        rows: The layout.
-        axis: The axis of the rows.
     """
     local = rows_at(x, rows, axis)
     learns = x.requires_grad and torch.is_grad_enabled()

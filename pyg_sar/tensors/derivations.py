@@ -30,42 +30,24 @@ class _Unknown(Exception):
     """An argument of which it is not known whether it is the same."""
 
 
-class Derivations:
-    """The derivations at one rank. See [Note: derivations]."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Any, int] = OrderedDict()
-
-    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Gives results of an operator their numbers.
-
-        Args:
-            func: The operator, which writes nothing.
-            args: Its arguments.
-            kwargs: The same by name.
-            out: What it gave.
-        """
-        results = [*_with_ids(out)]
-        if not results or torch.Tag.nondeterministic_seeded in func.tags:
-            return
-        try:
-            given = _described((args, kwargs))
-        except _Unknown:
-            return
-        for place, tensor in results:
-            key = func, given, place, tensor.rows.serial, tensor.axis
-            tensor.derivation = self._known.setdefault(key, tensor.derivation)
-            self._known.move_to_end(key)
-        while len(self._known) > _MOST:
-            self._known.popitem(last=False)
-
-
-def derivations_of(comm: Communicator) -> Derivations:
-    """Returns what is known at a rank."""
+def note_derivation(comm: Communicator, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Gives results of an operator their numbers. See [Note: derivations]."""
+    results = [*_with_ids(out)]
+    if not results or torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    try:
+        given = _described((args, kwargs))
+    except _Unknown:
+        return
     if comm.derivations is None:
-        comm.derivations = Derivations()
-    found: Derivations = comm.derivations
-    return found
+        comm.derivations = OrderedDict()
+    known: OrderedDict[Any, int] = comm.derivations
+    for place, tensor in results:
+        key = func, given, place, tensor.rows.serial, tensor.axis
+        tensor.derivation = known.setdefault(key, tensor.derivation)
+        known.move_to_end(key)
+    while len(known) > _MOST:
+        known.popitem(last=False)
 
 
 def _with_ids(out: Any) -> Iterator[tuple[int, Any]]:

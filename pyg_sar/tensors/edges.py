@@ -80,10 +80,6 @@ def edge_tensor(edges: Edges, rows: Rows) -> NodeTensor:
     """Returns ``edge_index`` ``[2, E]`` of the whole graph, int64.
 
     Its ids are found when something asks for them: layers take the distributed edges.
-
-    Args:
-        edges: The distributed edges.
-        rows: The layout of the edges.
     """
     rows.ends = edges.targets, edges.sources
     out = NodeTensor(edges.index.as_subclass(Tensor).detach(), rows, 1)

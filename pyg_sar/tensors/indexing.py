@@ -92,7 +92,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     index = indices[source.axis]
     if index.dim() != 1:
         if index.dim() == 0 and len(named) == 1:
-            return one_of(source, int(whole(index, "index")))
+            return source.select(source.axis, int(whole(index, "index")))
         return by_gathering(func, args, kwargs)
     chosen = choose(source.rows, index)
     others = [k for k in named if k != source.axis]
@@ -111,8 +111,6 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
         ):
             return by_gathering(func, args, kwargs)
         here[k] = beside(func, indices[k], chosen.rows, -1, [source, indices[k]])
-    if named != list(range(named[0], named[-1] + 1)):
-        return wrap(func(part, here), chosen.rows, 0)
     return wrap(func(part, here), chosen.rows, 0)
 
 
@@ -162,11 +160,6 @@ def _selected_edges(source: NodeTensor, index: Tensor, chosen: Chosen) -> NodeTe
     out = wrap(source._local.index_select(1, _source(chosen.rows)), chosen.rows, 1)
     out.edges, out.make = edges, ids_of(source, lambda ids: chosen.read(ids, 1))
     return out
-
-
-def one_of(source: NodeTensor, number: int) -> Tensor:
-    """Returns one row of the whole."""
-    return source.select(source.axis, number)
 
 
 def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]) -> Any:

@@ -357,15 +357,7 @@ def _nearest(
     groups: Array | None,
     there: Array | None,
 ) -> tuple[Any, Any]:
-    """Returns the ``k`` nearest points of each target, by target and distance.
-
-    Args:
-        points: ``[N, D]``.
-        targets: ``[n, D]``.
-        k: How many.
-        groups: The graph of each point.
-        there: The graph of each target.
-    """
+    """Returns the ``k`` nearest points of each target, by target and distance."""
     if not len(points) or not len(targets):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     if groups is not None and there is not None:  # Other graphs are farther than any point.

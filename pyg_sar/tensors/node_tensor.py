@@ -66,7 +66,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.copies import PASSES_BACK, Origin, pass_back, row_copy, shares_memory
-from pyg_sar.tensors.derivations import KINDS, derivations_of
+from pyg_sar.tensors.derivations import KINDS, note_derivation
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes, note_first, note_plain
@@ -340,7 +340,7 @@ class NodeTensor(Tensor):
                         out = _viewed(func, args, kwargs, given, found)
                 changes = func._schema.is_mutable
                 if not changes and (not isinstance(out, Tensor) or out.dtype in KINDS):
-                    derivations_of(comm).note(func, args, kwargs, out)
+                    note_derivation(comm, func, args, kwargs, out)
             if comm.world_size > 1:
                 made = args[0] if changes else out
                 for one in made if isinstance(made, list | tuple) else (made,):
@@ -445,13 +445,7 @@ def _number_of(func: Any) -> int:
 
 
 def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
-    """Returns this worker's rows of a tensor of the whole graph, in a layout; no gradient.
-
-    Args:
-        x: A node tensor, or a plain one, which all workers hold.
-        rows: The layout.
-        axis: The axis of the rows.
-    """
+    """Returns this worker's rows of a tensor of the whole graph, in a layout; no gradient."""
     if not isinstance(x, NodeTensor):
         note_plain(x, rows.comm)
         return rows.cut(x.detach(), axis)

@@ -92,12 +92,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def ids_of(source: NodeTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-    """Returns what finds the ids of an ``edge_index`` later, though it may be written until then.
-
-    Args:
-        source: The ``edge_index``.
-        change: What becomes of its ids.
-    """
+    """Returns what finds an ``edge_index``'s ids later, though it may be written until then."""
     edges, writes = source.edges, source.writes.count
 
     def make() -> Tensor:

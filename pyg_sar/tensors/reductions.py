@@ -420,7 +420,7 @@ def _cumulated(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(
     *("sort", "cummax", "cummin", "kthvalue", "median"),
-    *("mode", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
+    *("mode", "_cummax_helper", "nanmedian", "glu"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
 )
@@ -459,16 +459,8 @@ def _cross(func: Any, args: Any, kwargs: Any) -> Any:
     return (by_gathering if gather else by_element)(func, args, kwargs)
 
 
-@rule(
-    *("_unique2", "unique_consecutive", "histc", "nonzero", "searchsorted", "isin"),
-    *("bucketize", "unique_dim", "_local_scalar_dense", "histogram"),
-    *("_sparse_coo_tensor_unsafe", "nonzero_static"),
-    *("_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward", "diag_embed", "allclose"),
-    *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
-)
-def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
-    """Gathers the rows and calls the operator on them: the result is the same on all workers."""
-    return by_gathering(func, args, kwargs)
+# Others without a rule are, too; these two would be taken for what they are composed of.
+rule("_sparse_coo_tensor_unsafe", "repeat_interleave")(by_gathering)
 
 
 @rule("linalg_lstsq")

@@ -78,10 +78,6 @@ def note_plain(tensor: Tensor, comm: Communicator) -> None:
     All workers must hold the same. The next sum of gradients, or of rows, compares what they have
     noted (:func:`notes`), so that no other message is sent. Of a gradient, and of what learns, the
     first numbers tell.
-
-    Args:
-        tensor: The tensor.
-        comm: The workers.
     """
     if comm.world_size == 1 or tensor.layout != torch.strided:
         return
@@ -542,16 +538,12 @@ class Rows:
 
         def ids() -> Tensor:
             own = self.ids[source]
-            everyone = self.gathered_ids(own)
+            everyone = every_rows(own, self.comm)
             return torch.searchsorted(torch.cat(everyone).sort().values, own)
 
         rows = Rows(self.comm, total, source.numel(), ids)
         rows.parent, rows.source = self, source
         return rows
-
-    def gathered_ids(self, ids: Tensor) -> list[Tensor]:
-        """Returns every worker's ids, in rank order. Collective."""
-        return every_rows(ids, self.comm)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """Returns the worker of each row of the whole, and its number there. Collective at first.
@@ -563,9 +555,9 @@ class Rows:
                 ids = self.ids
                 worker = torch.empty(self.total, dtype=torch.int32, device=ids.device)
                 number = torch.empty_like(worker)
-                for rank, theirs in enumerate(self.gathered_ids(ids)):
+                for rank, theirs in enumerate(every_rows(ids, self.comm)):
                     worker[theirs] = rank
-                    number[theirs] = self._numbers(theirs).int()
+                    number[theirs] = _numbers(theirs).int()
                 self._places = worker, number
         return self._places
 
@@ -591,10 +583,7 @@ class Rows:
         if index.numel():
             low, high = (int(n) for n in index.aminmax())
             if low < -self.total or high >= self.total:
-                bad = low if low < -self.total else high
-                raise IndexError(
-                    f"index {bad} is out of bounds for dimension 0 with size {self.total}"
-                )
+                raise self._beyond(low if low < -self.total else high)
             if low < 0:
                 index = torch.where(index < 0, index + self.total, index)
         return index
@@ -778,19 +767,18 @@ class Rows:
         with torch.inference_mode(False):
             moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
             rows = _bytes(moved) if moved.numel() else None
-            ids = self.gathered_ids(self.ids)
+            ids = every_rows(self.ids, comm)
             out = moved.new_empty(self.total, *moved.shape[1:])
             if out.numel():
-                width = row
                 flat = _bytes(out)
-                step = max(_PIECE // width, 1)
+                step = max(_PIECE // row, 1)
                 longest = max(part.numel() for part in ids)
                 first = range(0, longest, step)
                 for begin in tqdm(
                     first, f"gathering {what}", disable=comm.rank != 0 or size < _LONG, leave=False
                 ):
                     length = min(step, longest - begin)
-                    buffer = flat.new_zeros(length, width)
+                    buffer = flat.new_zeros(length, row)
                     if rows is not None:
                         part = rows[begin : begin + length]
                         buffer[: len(part)] = part
@@ -846,7 +834,7 @@ class Rows:
         if self._directory is None:
             span = max(-(-self.total // world), 1)
             own = self.ids
-            facts = torch.stack([own, torch.full_like(own, comm.rank), self._numbers(own)], 1)
+            facts = torch.stack([own, torch.full_like(own, comm.rank), _numbers(own)], 1)
             order = (own // span).argsort(stable=True)
             counts = torch.bincount(own // span, minlength=world).tolist()
             told = torch.cat(all_to_all(list(facts[order].split(counts)), comm))
@@ -866,14 +854,15 @@ class Rows:
         places[order] = found
         return places[:, 0], places[:, 1]
 
-    def _numbers(self, ids: Tensor) -> Tensor:
-        return torch.arange(ids.numel(), device=ids.device)
-
     def moved(self, local: Tensor, axis: int, other: Rows) -> Tensor:
         """Returns the rows in the places of ``other``. Collective."""
         plan = self.fetch(other.ids)
         out = plan.get(local.movedim(axis, 0)).movedim(0, axis)
         return out.contiguous() if local.is_contiguous() else out
+
+
+def _numbers(ids: Tensor) -> Tensor:
+    return torch.arange(ids.numel(), device=ids.device)
 
 
 def _bytes(rows: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from pyg_sar.tensors.node_tensor import (
     FromLocal,
     Full,
     NodeTensor,
-    by_gathering,
     mapped,
     name_of,
     node_tensors,
@@ -75,10 +74,6 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
         return found
     into.copy_(found if isinstance(found, Tensor) else found[0])
     return into if isinstance(found, Tensor) else (into, *found[1:])
-
-
-# Segments cross workers.
-rule("segment_reduce", "_segment_reduce_backward")(by_gathering)
 
 
 @rule("torch_sparse::ind2ptr")

@@ -34,14 +34,7 @@ def resized(shape: Sequence[int], numel: int) -> list[int]:
 def _new_rows(
     given: Rows, at: int, old: Sequence[int], shape: Sequence[int]
 ) -> tuple[Rows, int] | None:
-    """Returns the layout and its axis after a reshape; ``None``: rows don't stay together.
-
-    Args:
-        given: The layout before.
-        at: Its axis.
-        old: The shape before.
-        shape: The shape after.
-    """
+    """Returns the layout and its axis after a reshape; ``None``: rows don't stay together."""
     before = math.prod(old[:at])
     total, step = given.total, 1
     for axis, size in enumerate(shape):
@@ -442,11 +435,6 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
     if counts[axis] != 1:
         return by_gathering(func, args, kwargs)
     return wrap(source.local.repeat(counts), source.rows, axis)
-
-
-@rule("repeat_interleave")
-def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
-    return by_gathering(func, args, kwargs)
 
 
 @rule("constant_pad_nd")
