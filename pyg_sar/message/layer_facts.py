@@ -241,6 +241,13 @@ _DROP = (nn.RNNBase, nn.MultiheadAttention)
 """Modules of PyTorch that draw for dropout alone, by an attribute of that name."""
 
 
+def plain_class(kind: type) -> type:
+    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
+    while "replaced" in vars(kind):
+        kind = vars(kind)["replaced"]
+    return kind
+
+
 def draws_nothing(layer: nn.Module) -> bool:
     """Returns whether it is sure that a layer draws no random numbers in a call.
 
@@ -261,7 +268,7 @@ def draws_within_messages(layer: MessagePassing) -> bool:
 
 
 def _is_silent(module: Any) -> bool:
-    kind: Any = type(module)
+    kind: Any = plain_class(type(module))
     own = _OWN_METHODS & vars(module).keys()
     if any(home_of(vars(module)[name]) != "pyg_sar" for name in own):
         return False

@@ -28,6 +28,7 @@ from pyg_sar.message.layer_facts import (
     home_of,
     is_users,
     names_in,
+    plain_class,
 )
 from pyg_sar.reduction.moments import OVER_ROWS
 
@@ -270,13 +271,6 @@ def hooks_within(module: nn.Module) -> Iterator[tuple[str, str]]:
             for hook in (inner.__dict__.get(kind) or {}).values():
                 if home_of(hook) not in ("torch", "torch_geometric"):
                     yield name, kind
-
-
-def plain_class(kind: type) -> type:
-    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
-    while "replaced" in vars(kind):
-        kind = vars(kind)["replaced"]
-    return kind
 
 
 @lru_cache(256)

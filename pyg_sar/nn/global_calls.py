@@ -41,6 +41,7 @@ from pyg_sar.message.layer_facts import (
     asked_by,
     draws_nothing,
     draws_within_messages,
+    plain_class,
     standing_in,
 )
 from pyg_sar.message.layer_state import TileValue
@@ -50,7 +51,6 @@ from pyg_sar.message.row_modules import (
     holds_foreign_module,
     names_within,
     overridden_entry,
-    plain_class,
     update_asks_for_edges,
 )
 from pyg_sar.nn.global_inputs import (
