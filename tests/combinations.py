@@ -66,7 +66,6 @@ EVERY = {
     "test_norm::test_kernels_of_norms": 2,
     "test_operators::test_every_operator_is_right_or_refused": 2,
     "test_pager::test_a_real_crash_stays_a_crash": 4,
-    "test_pager::test_contents_survive_out_and_in": 3,
     "test_pool::test_readouts_are_exact": 4,
     "test_products::test_layers_are_exact_with_constant_and_learned_weights": 2,
     "test_pushed_attention::test_layers_equal_pyg": 2,

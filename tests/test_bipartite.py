@@ -172,7 +172,6 @@ def looked_at(root):
     for derived in (
         local[:, keep],
         local.flip(0),
-        torch.stack([local[0], local[1]]),
         local.clone(),
         local.index_select(1, torch.arange(0)),
     ):

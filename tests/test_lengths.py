@@ -20,7 +20,6 @@ from torch_geometric.nn import Aggregation, MessagePassing
 from torch_geometric.utils import add_self_loops
 
 import pyg_sar
-from pyg_sar.errors import DistributedIndexError
 
 NODES, EDGES, CHANNELS = 90, 400, 6
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -182,32 +181,24 @@ def trained(layer: torch.nn.Module, x: Tensor, edge_index: Any) -> list[Tensor]:
 
 def made(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
+    if name in AGGREGATIONS:
+        return gnn.SAGEConv(CHANNELS, CHANNELS, aggr=AGGREGATIONS[name]()).double()
     return LAYERS[name]().double()
 
 
 def test_places_and_lengths_are_those_of_the_whole_graph(graph: Data, root: Path) -> None:
-    """All of them, in one run of two workers."""
+    """All of them, in one run of two workers; networks of an aggregation, too."""
+    names = [*LAYERS, *AGGREGATIONS]
 
     def worker() -> list[Any]:
         data = pyg_sar.load_partition(root)
-        layers = [pyg_sar.distribute(made(name)) for name in LAYERS]
+        layers = [pyg_sar.distribute(made(name)) for name in names]
         return [trained(layer, data.x, data.edge_index) for layer in layers]
 
-    expected = [trained(made(name), graph.x, graph.edge_index) for name in LAYERS]
+    expected = [trained(made(name), graph.x, graph.edge_index) for name in names]
     for found in workers(worker, 2):
-        for name, one, other in zip(LAYERS, found, expected, strict=True):
+        for name, one, other in zip(names, found, expected, strict=True):
             assert max(map(error, one, other)) <= 1e-10, name
-
-
-def test_aggregations_of_a_layer_of_pyg_are_refused(root: Path) -> None:
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        for make in AGGREGATIONS.values():
-            layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS, aggr=make()).double())
-            with pytest.raises(DistributedIndexError, match="does something else with many edges"):
-                layer(data.x, data.edge_index)
-
-    workers(worker, 2)
 
 
 @pytest.mark.filterwarnings("error::pyg_sar.errors.OneShotWarning")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -241,6 +241,7 @@ _DROP = (nn.RNNBase, nn.MultiheadAttention)
 """Modules of PyTorch that draw for dropout alone, by an attribute of that name."""
 
 
+@lru_cache(256)
 def plain_class(kind: type) -> type:
     """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
     while "replaced" in vars(kind):

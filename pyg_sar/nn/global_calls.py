@@ -509,7 +509,8 @@ class GlobalCalls:
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
-            if is_watched(self) or not _draws_in_messages(self):
+            only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
+            if is_watched(self) or not only:
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -555,11 +556,6 @@ def _taking_all_nodes(layer: Any) -> Iterator[None]:
     finally:
         layer.__class__ = own
         vars(layer).update(caches)
-
-
-def _draws_in_messages(layer: Any) -> bool:
-    """Returns whether a layer of PyG's draws for rows of edges, if at all: else for all nodes."""
-    return layer.policy.random is None or draws_nothing(layer) or draws_within_messages(layer)
 
 
 def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -> Any:
