@@ -269,7 +269,8 @@ def draws_within_messages(layer: MessagePassing) -> bool:
 
 
 def _is_silent(module: Any) -> bool:
-    kind: Any = plain_class(type(module))
+    kind: Any = type(module)
+    kind = plain_class(kind)
     own = _OWN_METHODS & vars(module).keys()
     if any(home_of(vars(module)[name]) != "pyg_sar" for name in own):
         return False

@@ -566,7 +566,7 @@ def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -
     """
     refuse_watched(module, current().rank)
     refuse_replaced(module, changes)
-    own = type(module)
+    own: Any = type(module)
     module.__class__ = plain_class(own)
     try:
         return module(*args, **kwargs)
@@ -692,7 +692,8 @@ class GlobalPropagation(DistMessagePassing):
         Raises:
             DistributedIndexError: Where an operator has no rule, with ``why``.
         """
-        kind: Any = plain_class(type(self))
+        kind: Any = type(self)
+        kind = plain_class(kind)
         own = kind if overridden_entry(kind) == "propagate" else MessagePassing
         try:
             out = own.propagate(self, edge_index, **kwargs)
@@ -766,7 +767,8 @@ def _pickled(module: Any, protocol: Any) -> Any:
         if name not in _OF_A_RUN and not type(value).__module__.startswith("pyg_sar.")
     }
     state |= dict.fromkeys(state.keys() & _CACHES)
-    return copyreg._reconstructor, (plain_class(type(module)), object, None), state  # type: ignore[attr-defined]
+    kind: Any = type(module)
+    return copyreg._reconstructor, (plain_class(kind), object, None), state  # type: ignore[attr-defined]
 
 
 def _copied(module: Any, memo: Any = None) -> Any:
