@@ -205,7 +205,7 @@ def init(
     an error where workers of one host can't.
 
     Args:
-        backend: ``'gloo'``, ``'nccl'`` or ``'mpi'``. By default ``'nccl'`` where every
+        backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
             worker of the host has a GPU of its own, else ``'gloo'``, which copies what a GPU sends
             and receives through the CPU's memory.
         timeout: Seconds that an operation, and the start, may take.
