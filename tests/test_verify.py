@@ -89,6 +89,13 @@ def test_a_model_that_runs(graph: Data):
         assert torch.equal(value, before[name]) and model.training
 
 
+def test_a_module_that_layers_share_with_their_model(graph: Data):
+    """PyG's models hand their activation to their layers: it is not watched there."""
+    report = pyg_sar.verify(gnn.GIN(CHANNELS, 8, 2, OUT, norm="batch_norm"), graph)
+    assert report.ok, report
+    assert not report.warnings, report.warnings
+
+
 def test_rows_held_are_counted(graph: Data):
     model = gnn.GraphSAGE(CHANNELS, 8, 1, OUT)
     one = pyg_sar.verify(model, graph, policy=pyg_sar.SARPolicy(prefetch=0)).layers[0]

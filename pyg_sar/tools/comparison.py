@@ -160,18 +160,17 @@ def watched(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that a model calls outside of messages, by name.
 
     What a message passing layer calls may run edge by edge, several times, or not at all; norms and
-    attention over all nodes call others with this worker's rows.
+    attention over all nodes call others with this worker's rows. A module that a layer shares with
+    the model, as those of PyG's models share their activation, is one of the layer's.
     """
-    inside = tuple(
-        f"{name}." if name else ""
-        for name, module in model.named_modules()
+    inside = {
+        inner
+        for module in model.modules()
         if isinstance(module, MessagePassing | GlobalCalls) or type(module) in NORMS
-    )
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if not any(name.startswith(prefix) and name != prefix[:-1] for prefix in inside)
+        for inner in module.modules()
+        if inner is not module
     }
+    return {name: module for name, module in model.named_modules() if module not in inside}
 
 
 def floats(value: Any) -> list[Tensor]:
