@@ -164,10 +164,7 @@ def give_back() -> None:
     keep_freed(False)  # What was kept goes back; from here on it is kept as before.
     keep_freed(comm.device.type == "cpu")
     if comm.sharing is not None:
-        peers = comm.sharing.local_peers
-        peers._collect()
-        for segment in list(peers._pool._free):
-            peers._pool._drop(segment)
+        comm.sharing.trim()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
     comm.barrier()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -43,7 +45,7 @@ def numbers(rows: int, src: int, dst: int, dtype: torch.dtype) -> torch.Tensor:
 # Checks, run by every worker #################################################
 
 
-def check_place(comm: Communicator) -> None:
+def check_place(comm: Communicator, folder: Path) -> None:
     assert comm.world_size == WORLD
     assert current() is comm
     assert init() is comm
@@ -51,7 +53,7 @@ def check_place(comm: Communicator) -> None:
     assert torch.cat(ranks).tolist() == list(range(WORLD))
 
 
-def check_exchange(comm: Communicator) -> None:
+def check_exchange(comm: Communicator, folder: Path) -> None:
     for dtype in DTYPES:
         for r in range(1, WORLD):
             dst, src = (comm.rank + r) % WORLD, (comm.rank - r) % WORLD
@@ -70,7 +72,7 @@ def check_exchange(comm: Communicator) -> None:
             assert ledger.received == ledger.received_bytes(peer=src) == got * size
 
 
-def check_one_sided_exchange(comm: Communicator) -> None:
+def check_one_sided_exchange(comm: Communicator, folder: Path) -> None:
     """Only rank 0 sends, only rank 2 receives; rank 1 calls it all the same."""
     recv = torch.zeros(3)
     send = torch.ones(3) if comm.rank == 0 else None
@@ -78,7 +80,7 @@ def check_one_sided_exchange(comm: Communicator) -> None:
     assert recv.sum() == (3 if comm.rank == 2 else 0)
 
 
-def check_strided_send(comm: Communicator) -> None:
+def check_strided_send(comm: Communicator, folder: Path) -> None:
     dst, src = (comm.rank + 1) % WORLD, (comm.rank - 1) % WORLD
     for view in (lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:].flip(0), lambda t: t[0, 0]):
         send = view(torch.arange(12.0).view(3, 4) + comm.rank)
@@ -92,7 +94,7 @@ def check_strided_send(comm: Communicator) -> None:
     assert landing.item() == 1 - 2j
 
 
-def check_receive_into_a_slice(comm: Communicator) -> None:
+def check_receive_into_a_slice(comm: Communicator, folder: Path) -> None:
     """Data lands in the caller's memory, not in a copy of it."""
     dst, src = (comm.rank + 1) % WORLD, (comm.rank - 1) % WORLD
     buffer = torch.zeros(6, 2)
@@ -100,7 +102,7 @@ def check_receive_into_a_slice(comm: Communicator) -> None:
     assert buffer.sum(1).tolist() == [0, 0, 2 * (src + 1), 2 * (src + 1), 0, 0]
 
 
-def check_exchange_all(comm: Communicator) -> None:
+def check_exchange_all(comm: Communicator, folder: Path) -> None:
     me = comm.rank
     sends = [None if p == me else numbers(p * me, me, p, torch.float32) for p in range(WORLD)]
     packed = [None if s is None else partial(torch.clone, s) for s in sends]
@@ -114,7 +116,7 @@ def check_exchange_all(comm: Communicator) -> None:
             assert ledger.received_bytes(peer=p) == ledger.sent_bytes(peer=p) == p * me * 2 * 4
 
 
-def check_order_under_prefetch(comm: Communicator) -> None:
+def check_order_under_prefetch(comm: Communicator, folder: Path) -> None:
     """Many transfers under way, collectives between them, waited for in any order."""
     works, buffers, sums = [], [], []
     for step in range(6):
@@ -141,7 +143,7 @@ def check_order_under_prefetch(comm: Communicator) -> None:
         assert total.item() == expected
 
 
-def check_packing(comm: Communicator) -> None:
+def check_packing(comm: Communicator, folder: Path) -> None:
     """Packing sees this worker's communicator, records nothing; a worker's issuer does it."""
     seen: dict[str, Any] = {}
     weight = torch.ones(2, requires_grad=True)
@@ -180,7 +182,7 @@ def shifted(comm: Communicator, x: torch.Tensor, by: int, phase: str) -> torch.T
     return out
 
 
-def check_autograd(comm: Communicator) -> None:
+def check_autograd(comm: Communicator, folder: Path) -> None:
     x = torch.full((2,), comm.rank + 1.0, requires_grad=True)
     with Ledger(comm) as ledger:
         y = Shift.apply(Shift.apply(x))
@@ -193,7 +195,7 @@ def check_autograd(comm: Communicator) -> None:
         assert shifted(comm, torch.ones(1) * comm.rank, 1, "forward") == (comm.rank - 1) % WORLD
 
 
-def check_all_reduce(comm: Communicator) -> None:
+def check_all_reduce(comm: Communicator, folder: Path) -> None:
     for dtype in DTYPES:
         parts = [numbers(4, p, 0, dtype) for p in range(WORLD)]
         everything = torch.stack(parts)
@@ -216,7 +218,7 @@ def check_all_reduce(comm: Communicator) -> None:
             assert ledger.sent_bytes(peer=-1, kind="sum") == ledger.sent
 
 
-def check_all_reduce_shapes(comm: Communicator) -> None:
+def check_all_reduce_shapes(comm: Communicator, folder: Path) -> None:
     strided = torch.full((4, 6), comm.rank + 1.0)
     comm.all_reduce(strided[:, ::2])
     assert strided[:, ::2].eq(6).all()
@@ -232,7 +234,7 @@ def check_all_reduce_shapes(comm: Communicator) -> None:
     assert all(torch.equal(total, other) for other in comm.all_gather(total))
 
 
-def check_all_gather(comm: Communicator) -> None:
+def check_all_gather(comm: Communicator, folder: Path) -> None:
     for dtype in DTYPES:
         mine = numbers(3, comm.rank, 1, dtype)
         with Ledger(comm) as ledger:
@@ -243,7 +245,7 @@ def check_all_gather(comm: Communicator) -> None:
     assert [t.shape for t in comm.all_gather(torch.empty(2, 0))] == [(2, 0)] * WORLD
 
 
-def check_broadcast(comm: Communicator) -> None:
+def check_broadcast(comm: Communicator, folder: Path) -> None:
     for src in range(WORLD):
         for dtype in (torch.float64, torch.bool, torch.bfloat16):
             tensor = numbers(3, comm.rank, 0, dtype)
@@ -251,7 +253,7 @@ def check_broadcast(comm: Communicator) -> None:
             assert torch.equal(tensor, numbers(3, src, 0, dtype))
 
 
-def check_objects(comm: Communicator) -> None:
+def check_objects(comm: Communicator, folder: Path) -> None:
     mine = {"rank": comm.rank, "list": [0.5] * (7 * comm.rank), "text": "ä" * comm.rank, "no": None}
     everyone = comm.all_gather_object(mine)
     assert [o["rank"] for o in everyone] == list(range(WORLD))
@@ -263,7 +265,7 @@ def check_objects(comm: Communicator) -> None:
     comm.barrier()
 
 
-def check_mistakes(comm: Communicator) -> None:
+def check_mistakes(comm: Communicator, folder: Path) -> None:
     """Wrong arguments are told at the call, on this rank, and break nothing."""
     other = (comm.rank + 1) % WORLD
     with pytest.raises(ValueError, match=f"receive into from rank {other}.*isn't contiguous"):
@@ -282,7 +284,28 @@ def check_mistakes(comm: Communicator) -> None:
     comm.barrier()
 
 
-def check_buffers_are_freed(comm: Communicator) -> None:
+def check_wait_with_timeout(comm: Communicator, folder: Path) -> None:
+    """A wait that is over too early leaves the transfer alone; a part waits for its turn."""
+    if comm.host is not None:
+        return
+    flag = folder / f"{comm.backend} flag"
+    recv = torch.zeros(1)
+    if comm.rank == 0:
+        work = comm.exchange(None, 1, recv, 1, label=FETCH)
+        with pytest.raises(CommTimeoutError, match="did not end within 0.01 s"):
+            work.wait(0.01)
+        assert not work.done()
+        flag.touch()
+        work.wait(60)
+        assert recv.item() == 5
+    else:
+        while comm.rank == 1 and not flag.exists():
+            time.sleep(0.01)
+        send = torch.full((1,), 5.0) if comm.rank == 1 else None
+        comm.exchange(send, 0, None, 0, label=FETCH).wait()
+
+
+def check_buffers_are_freed(comm: Communicator, folder: Path) -> None:
     """Nothing keeps a buffer once its transfer ended: neither the handle nor the issuer."""
     dst, src = (comm.rank + 1) % WORLD, (comm.rank - 1) % WORLD
     send, recv = torch.ones(10), torch.empty(10)
@@ -306,16 +329,16 @@ def check_buffers_are_freed(comm: Communicator) -> None:
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 
-def run_checks() -> list[str]:
+def run_checks(folder: Path) -> list[str]:
     comm = current()
     for check in CHECKS:
-        check(comm)
+        check(comm, folder)
     return [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("start", [workers, parts])
-def test_operations(start):
-    names = start(run_checks, WORLD)
+def test_operations(start, tmp_path):
+    names = start(run_checks, WORLD, tmp_path)
     assert names == [[check.__name__ for check in CHECKS]] * WORLD
 
 

@@ -43,7 +43,9 @@ def test_segments_are_used_again_once_all_have_released_them():
     assert pool.take(20 * GRAIN) is large
     pool.release(large.number)
     small = pool.take(GRAIN)  # Not for a small part of it.
-    assert small is not large
+    assert small is not large and pool.sizes() == (2 * GRAIN, 40 * GRAIN)
+    pool.trim()
+    assert pool.sizes() == (2 * GRAIN, 0) and forgotten[-1] == large.number
     pool.close()
 
 

@@ -24,7 +24,7 @@ from pyg_sar.comm.messages import (
     mark_of,
     to_text,
 )
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import CommTimeoutError, WorkerError
 
 Messages = list[tuple[str, int, str]]
 
@@ -153,5 +153,17 @@ def test_a_worker_that_computes_keeps_the_others_waiting():
                 time.sleep(5 * watch.STUCK)
             exchange()
             comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError, match="did not end within"):
+                comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait(0.3)
+            comm.all_gather_object("it is over")
+            comm.exchange(None, 1, torch.empty(1), 1, label=LABEL)
+        else:
+            time.sleep(1.0 if comm.rank == 1 else 0.0)
+            if comm.rank == 1:
+                comm.exchange(torch.ones(1), 0, None, 0, label=LABEL).wait()
+            comm.all_gather_object("it is over")
+            if comm.rank == 1:
+                comm.exchange(torch.ones(1), 0, None, 0, label=LABEL).wait()
 
     workers(work, 3)

@@ -32,10 +32,10 @@ from torch_geometric import nn as gnn
 import pyg_sar.comm.processes as processes
 import pyg_sar.comm.sharing as neighbours
 from pyg_sar import Ledger, SARPolicy, distribute, load_partition
-from pyg_sar.comm.backends import TransportError
+from pyg_sar.comm.backends import SMALL_SUM, TransportError
 from pyg_sar.comm.group import Communicator, current, finalize, init
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.shared_memory import Link, SharedMemory, Subject
+from pyg_sar.comm.shared_memory import Link, SharedMemory
 from pyg_sar.errors import MismatchError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.halo_rows import HaloSink, HaloSource, published_rows
@@ -56,6 +56,8 @@ POLICIES = (
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "sage": lambda: gnn.SAGEConv(CHANNELS, OUT),
     "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2),
+    "max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
+    "gcn": lambda: gnn.GCNConv(CHANNELS, OUT),
 }
 
 
@@ -73,6 +75,13 @@ def make_sweep(world: int, partitions: Partitions, names: tuple[str, ...], **kw:
 
 
 # Exactness ###################################################################
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_layers_are_exact(world, switch, partitions, monkeypatch):
+    monkeypatch.setenv(SWITCH, switch)
+    make_sweep(world, partitions, tuple(LAYERS), policies=POLICIES[:4]).check()
 
 
 WORLD = 5
@@ -157,7 +166,8 @@ def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
     return HaloPlan(comm, rows, halo, index, sends)
 
 
-@pytest.mark.parametrize(("world", "prefetch"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("world", [2, 4])
 def test_rows_are_read_where_they_are(world, prefetch):
     """By who finds them by an index: no buffer is made, and what is counted is the same."""
 
@@ -377,53 +387,134 @@ def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions):
     assert all(torch.equal(gradients[0], other) for other in gradients[1:])
 
 
-# Waits #######################################################################
+# Small sums ##################################################################
 
 
 @pytest.fixture
-def connected() -> Iterator[Callable[..., list[SharedMemory]]]:
-    """Two workers of one host, here in one process, each with its connections to the other."""
+def connected() -> Iterator[Callable[..., list[neighbours.Sharing]]]:
+    """Workers of one host, here in one process, each with its connections to the others."""
     made: list[SharedMemory] = []
 
-    def connect(timeout: float = 20.0) -> list[SharedMemory]:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-        for end in itertools.chain(*pairs):
-            end.setblocking(False)
-        links = [Link(1 - k, pairs[0][k], pairs[1][k], set(), {}, []) for k in range(2)]
-        workers = [SharedMemory(k, {1 - k: links[k]}, timeout) for k in range(2)]
+    def connect(world: int, timeout: float = 20.0) -> list[neighbours.Sharing]:
+        links: list[dict[int, Link]] = [{} for _ in range(world)]
+        for a, b in itertools.combinations(range(world), 2):
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+            for k, (one, other) in enumerate(((a, b), (b, a))):
+                ends = [pair[k] for pair in pairs]
+                for end in ends:
+                    end.setblocking(False)
+                links[one][other] = Link(other, ends[0], ends[1], set(), {}, [])
+        workers = [SharedMemory(rank, links[rank], timeout, True) for rank in range(world)]
         made.extend(workers)
-        return workers
+        return [neighbours.Sharing(one, one.rank, None, []) for one in workers]
 
     yield connect
     for one in made:
         one.close()
 
 
-def test_messages_about_one_subject_do_not_take_those_about_another(connected):
-    first, second = connected()
-    for value, subject in enumerate((Subject.ROWS, Subject.EXCHANGE, Subject.EXCHANGE)):
-        buffer = first.take(8)
-        buffer.data.fill_(value)
-        first.send(buffer, subject, [1], f"{value}")
-    assert second.receive(0, Subject.EXCHANGE, "1").data.tolist() == [1] * 8
-    assert second.receive(0, Subject.ROWS, "0").data.tolist() == [0] * 8
-    with pytest.raises(MismatchError, match="float32"):
-        second.receive(0, Subject.EXCHANGE, "float32")
+def at_once(
+    workers: list[neighbours.Sharing], run: Callable[[neighbours.Sharing], Any]
+) -> list[Any]:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        return [task.result() for task in [pool.submit(run, worker) for worker in workers]]
 
 
-def test_a_message_that_never_comes(connected):
-    first, _ = connected(timeout=0.05)
+SUMMED = [torch.float32, torch.float64, torch.half, torch.bfloat16, torch.complex64]
+SUMMED += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_small_sums_are_sums_in_rank_order(connected, world):
+    """To the bit, many in a row, some before others have read the last; up to 16 KiB."""
+    generator = torch.Generator().manual_seed(world)
+    given = []
+    for turn, dtype in enumerate(SUMMED * 5):
+        shape = (world, *((), (3, 5), (SMALL_SUM // dtype.itemsize,))[turn % 3])
+        values = torch.randn(shape, generator=generator) * 10.0 ** (turn % 4)
+        given.append(values > 0 if dtype == torch.bool else values.to(dtype))
+    given = [g.clamp(min=0) if g.dtype == torch.uint8 else g for g in given]
+
+    def run(worker: neighbours.Sharing) -> list[torch.Tensor]:
+        found = [each[worker.rank].clone() for each in given]
+        for tensor in found:
+            assert worker.reduces(tensor)
+            worker.all_reduce(tensor, "sum", "sum")
+        return found
+
+    everyones = at_once(connected(world), run)
+    for k, values in enumerate(given):
+        total = values[0].float() if values.dtype in (torch.half, torch.bfloat16) else values[0]
+        for other in values[1:]:
+            total = total + other
+        for found in everyones:
+            assert torch.equal(found[k], total.to(values.dtype)), values.dtype
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_small_extremes(connected, op):
+    given = torch.tensor([[1.0, -2.0], [0.5, 7.0], [3.0, -3.0]])
+
+    def run(worker: neighbours.Sharing) -> torch.Tensor:
+        found = given[worker.rank].clone()
+        worker.all_reduce(found, op, op)
+        return found
+
+    for found in at_once(connected(3), run):
+        assert torch.equal(found, getattr(given, f"a{op}")(0))
+
+
+def test_what_is_no_small_sum_of_this_host_goes_by_the_network(connected):
+    worker = connected(2)[0]
+    assert worker.reduces(torch.zeros(SMALL_SUM // 4))
+    assert not worker.reduces(torch.zeros(SMALL_SUM // 4 + 1))
+    assert not worker.reduces(torch.zeros(1, device="meta"))
+    worker.local_peers.complete = False
+    assert not worker.reduces(torch.zeros(1))
+
+
+def test_a_sum_among_other_messages(connected):
+    """A publication that is read later stays where it is; a sum before it doesn't take it."""
+    first, second = connected(2)
+
+    def run(worker: neighbours.Sharing) -> torch.Tensor:
+        total = torch.ones(2)
+        if worker is first:
+            buffer = worker.local_peers.take(8)
+            buffer.data.fill_(5)
+            worker.local_peers.send(buffer, neighbours.Subject.ROWS, [1], "rows")
+        worker.all_reduce(total, "sum", "sum")
+        if worker is second:
+            message = worker.local_peers.receive(0, neighbours.Subject.ROWS, "rows")
+            assert message.data.tolist() == [5] * 8
+        return total
+
+    assert all(total.tolist() == [2, 2] for total in at_once([first, second], run))
+
+
+def test_a_sum_that_a_worker_never_joins(connected):
+    first, _ = connected(2, timeout=0.05)
     with pytest.raises(TimeoutError, match="waiting for rank 1 to send"):
-        first.receive(1, Subject.ROWS, "rows")
-    first, second = connected()
-    second.close()
+        first.all_reduce(torch.ones(1), "sum", "sum")
+    first, second = connected(2)
+    second.local_peers.close()
     with pytest.raises(TransportError, match="rank 1"):
-        first.receive(1, Subject.ROWS, "rows")
-    first, second = connected()
+        first.all_reduce(torch.ones(1), "sum", "sum")
+    first, second = connected(2)
     with ThreadPoolExecutor(1) as pool:  # It waits already when the other one dies.
-        waiting = pool.submit(first.receive, 1, Subject.ROWS, "rows")
-        while not first.posts.waits:
+        waiting = pool.submit(first.all_reduce, torch.ones(1), "sum", "sum")
+        while not first.local_peers.posts.waits:
             pass
-        second.abort()
+        second.local_peers.abort()
         with pytest.raises(TransportError, match="rank 1"):
             waiting.result()
+
+
+def test_sums_of_other_shapes_are_told_apart(connected):
+    workers = connected(2)
+
+    def run(worker: neighbours.Sharing) -> None:
+        with pytest.raises(MismatchError, match="float32"):
+            worker.all_reduce(torch.ones(1 + worker.rank), "sum", "sum")
+
+    at_once(workers, run)

@@ -438,15 +438,17 @@ class GroupCommunicator(Communicator):
 
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
+        shared = self.sharing
         unnamed = not label[0] and label[1] == "forward"
         where = f"{called_from(label) if unnamed else spoken(label)} ({op})"
 
         def task() -> None:
+            carrier = shared if shared is not None and shared.reduces(tensor) else self._transport
             with _as_a_whole(tensor) as whole:
                 if whole.numel():
-                    self._transport.all_reduce(whole, op, where)
+                    carrier.all_reduce(whole, op, where)
             size = num_bytes(whole)
-            count_all(ledgers, label, size, size, self.backend)
+            count_all(ledgers, label, size, size, carrier.name)
 
         return self._issuer.submit(task, label, f"all_reduce ({op})")
 

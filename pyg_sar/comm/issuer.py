@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label, spoken
 
 Task = Callable[[], None]
@@ -67,12 +67,16 @@ class Work:
         """Returns whether the transfer ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Waits until the data is there. May be called more than once, from any thread.
 
+        Args:
+            timeout: Seconds to wait at most. By default, as long as operations keep ending within
+                the communicator's timeout.
+
         Raises:
-            CommTimeoutError: When the communicator made no progress within its timeout: it is
-                broken then.
+            CommTimeoutError: After ``timeout`` (the transfer goes on), or when the communicator
+                made no progress within its own timeout (it's broken then).
             LostWorkerError: A worker was lost.
             MismatchError: The workers run different operations.
             WorkerError: Another worker failed.
@@ -80,7 +84,9 @@ class Work:
         issuer = self._issuer
         while issuer is not None and not self._ended.is_set():
             started = issuer.started
-            ended = self._ended.wait(issuer.timeout + GRACE)
+            ended = self._ended.wait(issuer.timeout + GRACE if timeout is None else timeout)
+            if not ended and timeout is not None:
+                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
             if not ended and issuer.started == started:
                 issuer.stuck(self.doing)
                 break

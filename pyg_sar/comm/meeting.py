@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -88,6 +89,7 @@ class _Meeting:
         self.everyone, self.switch, self.timeout = everyone, switch, timeout
         self.trouble = ""
         self.links: dict[int, tuple[socket.socket, ...]] = {}
+        self.complete = False
 
     def say(self, subject: str, value: Any) -> list[Any]:
         """Says something and waits until all have; returns what each rank said."""
@@ -121,6 +123,9 @@ class _Meeting:
             if self.rank not in agreed[peer]:
                 self._close(self.links.pop(peer), "it could not read this worker's memory")
         self._check_agreement(agreed)
+        # All workers know of all pairs, and say the same.
+        pairs = itertools.permutations(range(len(agreed)), 2)
+        self.complete = all(one in agreed[other] for one, other in pairs)
         return {peer: _link(peer, *both) for peer, both in self.links.items()}
 
     def _hopeful(self) -> bool:
@@ -260,7 +265,7 @@ def meet_local_peers(
     except BaseException:
         meeting.close()
         raise
-    return SharedMemory(info.rank, links, timeout) if links else None
+    return SharedMemory(info.rank, links, timeout, meeting.complete) if links else None
 
 
 # Sockets #####################################################################

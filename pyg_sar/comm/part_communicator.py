@@ -40,7 +40,7 @@ class PartWork(Work):
         super().__init__(None, doing)
         self._finish = finish
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Waits until the data is there."""
         if not self.done():
             self._finish()

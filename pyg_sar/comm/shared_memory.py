@@ -13,6 +13,11 @@ later. The other carries what may stay unread when a worker ends: releases, and 
 gone. A worker reads these, without waiting, when it needs a segment. A peer that dies closes
 both: whoever waits for it knows at once.
 
+[Note: small sums] Where all workers are of one host, what they sum travels, if it is small, in the
+packets of messages (:meth:`SharedMemory.swap`): a worker has to sleep until the others come in any
+case, and the packet that wakes it brings the numbers. Everyone adds in the order of ranks, as over
+gloo.
+
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
 as well. It gives these pages up with each piece that it has read and with each release (the memory
 stays the writer's), so that a reader has a mebibyte or two of its local peers' rows mapped, or the
@@ -38,7 +43,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import TransportError
+from pyg_sar.comm.backends import SMALL_SUM, TransportError
 from pyg_sar.comm.messages import READ, WROTE, Posts, unlike
 from pyg_sar.errors import PygSarError
 
@@ -149,6 +154,18 @@ class Pool:
         self._forget(segment)
         segment.free()
 
+    def trim(self) -> None:
+        """Gives the segments that nobody holds back to the system."""
+        with self._lock:
+            for segment in list(self._free):
+                self._drop(segment)
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns the bytes of the segments that are held, and of those that are free."""
+        with self._lock:
+            held = sum(segment.capacity for segment, _ in self._held.values())
+            return held, sum(segment.capacity for segment in self._free)
+
     def close(self) -> None:
         """Closes all descriptors; what readers still map stays theirs."""
         with self._lock:
@@ -167,10 +184,12 @@ class Subject(IntEnum):
     EXCHANGE = 0
     PUBLICATION = 1
     ROWS = 2
+    SUM = 3
 
 
 PACKET = "<BQQQQ"
-"""Subject, segment, its capacity, first byte, bytes. The message's name follows."""
+"""Subject, segment, its capacity, first byte, bytes. The message's name follows, and the bytes of a
+small sum, which are in no segment."""
 NAME = 400  # Bytes of a message's name that travel: its last ones.
 FORGET, RELEASE = 254, 255  # Subjects of packets that are no messages.
 GIVE_UP = 1 << 16  # bytes above which a reader gives a message's pages up
@@ -184,6 +203,7 @@ class Header(NamedTuple):
     start: int
     size: int
     name: bytes
+    data: bytes
 
 
 @dataclass(slots=True)
@@ -248,13 +268,16 @@ class SharedMemory:
     ``timeout`` are the seconds that a wait may take.
 
     Attributes:
+        complete: All workers of the group are local peers of each other: they can :meth:`swap`.
         posts: Where messages are noted: with the backend's.
     """
 
     name = "shared memory"
 
-    def __init__(self, rank: int, links: Mapping[int, Link], timeout: float) -> None:
-        self.rank, self.timeout = rank, timeout
+    def __init__(
+        self, rank: int, links: Mapping[int, Link], timeout: float, complete: bool = False
+    ) -> None:
+        self.rank, self.timeout, self.complete = rank, timeout, complete
         self.ranks = frozenset(links)
         self.posts = Posts()
         self._links = dict(links)
@@ -330,7 +353,28 @@ class SharedMemory:
                         else:
                             link.mapped.pop(segment, None)
 
+    def trim(self) -> None:
+        """Gives memory that nobody holds back to the system."""
+        self._collect()
+        self._pool.trim()
+
     # Reading -----------------------------------------------------------------
+
+    def swap(self, data: Tensor, name: str) -> dict[int, Tensor]:
+        """Sends at most ``SMALL_SUM`` bytes to all workers, and returns theirs by rank."""
+        # In the packets themselves: they are copied anyway, and nothing is to be released.
+        subject, size = Subject.SUM, data.numel()
+        packet = struct.pack(PACKET, subject, 0, 0, 0, size) + name.encode()[-NAME:]
+        packet += data.numpy().tobytes()
+        with self.posts.waiting([(f"{WROTE} {subject:d}", peer, name) for peer in self._links]):
+            for link in self._links.values():
+                self.post(link, link.messages, packet)
+        with self.posts.waiting([(f"{READ} {subject:d}", peer, name) for peer in self._links]):
+            headers = {peer: self._expect(peer, subject, name) for peer in self._links}
+        return {
+            peer: torch.frombuffer(bytearray(header.data), dtype=torch.uint8)
+            for peer, header in headers.items()
+        }
 
     def receive(self, src: int, subject: Subject, name: str) -> SharedMessage:
         """Waits for the next message from ``src`` about ``subject``.
@@ -340,19 +384,28 @@ class SharedMemory:
             TimeoutError: It did not come in time.
             MismatchError: It has another name (:func:`pyg_sar.comm.messages.name_of`).
         """
-        link = self._links[src]
         with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
-            found = self._find(link, src, subject)
+            found = self._expect(src, subject, name)
+        return SharedMessage(self, self._links[src], found.segment, found.start, found.size)
+
+    def _expect(self, src: int, subject: Subject, name: str) -> Header:
+        """Returns the next message about a subject, which must have this name."""
+        link = self._links[src]
+        found = self._find(link, src, subject)
         link.early.remove(found)
         if found.name != name.encode()[-NAME:]:
             raise unlike(self.rank, src, name, found.name.decode(errors="replace"))
-        return SharedMessage(self, link, found.segment, found.start, found.size)
+        return found
 
     def _find(self, link: Link, src: int, subject: Subject) -> Header:
         """Returns the next message about a subject; others are kept."""
         end = time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e.subject == subject), None)) is None:
-            (about, segment, capacity, start, size), name = self._next(link, end)
+            (about, segment, capacity, start, size), rest = self._next(link, end)
+            if about == Subject.SUM:
+                named = len(rest) - size
+                link.early.append(Header(about, segment, start, size, rest[:named], rest[named:]))
+                continue
             if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
                 raise PygSarError(
                     f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
@@ -363,7 +416,7 @@ class SharedMemory:
                     f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
                     f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
                 )
-            link.early.append(Header(about, segment, start, size, name))
+            link.early.append(Header(about, segment, start, size, rest, b""))
         return found
 
     def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
@@ -372,7 +425,7 @@ class SharedMemory:
         while True:
             try:
                 packet, rights, _, _ = link.messages.recvmsg(
-                    head + NAME, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                    head + NAME + SMALL_SUM, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 self._wait(link.messages, select.POLLIN, end, f"rank {link.peer} to send")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import PeerTensor, Transport, to_bytes
+from pyg_sar.comm.backends import SMALL_SUM, PeerTensor, Transport, reduced, to_bytes
 from pyg_sar.comm.issuer import Issuer, Work
 from pyg_sar.comm.messages import count, name_of, num_bytes
 from pyg_sar.comm.shared_memory import SharedBuffer, SharedMemory, SharedMessage, Subject
@@ -191,6 +191,10 @@ class Sharing:
         found.work = self._issuer.submit(task, label, f"rows of rank {src}")
         return found
 
+    def trim(self) -> None:
+        """Gives memory that no local peer reads back to the system; it is kept for use again."""
+        self.local_peers.trim()
+
     # Plain exchanges ---------------------------------------------------------
 
     def exchange(
@@ -222,3 +226,18 @@ class Sharing:
         for tensors, name in ((near, self.local_peers.name), (far, transport.name)):
             out, back = ({peer: num_bytes(tensor) for peer, tensor in way} for way in tensors)
             count(ledgers, label, out, back, name)
+
+    # Small sums --------------------------------------------------------------
+
+    def reduces(self, tensor: Tensor) -> bool:
+        """Returns whether :meth:`all_reduce` takes a tensor: the same answer on all workers."""
+        small = tensor.device.type == "cpu" and num_bytes(tensor) <= SMALL_SUM
+        return small and self.local_peers.complete
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str) -> None:
+        """Reduces a small contiguous tensor in place, in the order of ranks, as gloo does here."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        found = self.local_peers.swap(to_bytes(tensor), name)
+        everyones = {rank: data.view(tensor.dtype).view_as(tensor) for rank, data in found.items()}
+        everyones[self.rank] = tensor
+        tensor.copy_(reduced([everyones[rank] for rank in sorted(everyones)], op))
