@@ -86,7 +86,7 @@ class Communicator(ABC):
         self.plain = 0
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
         self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
-        """Those tensors, with the number of writes into them."""
+        """Writes into each of these plain tensors, a number."""
         self.beside = 0
         """Tells what numbers and plain tensors operators got beside rows (``node_tensor.py``)."""
         self.call = 0
@@ -105,7 +105,7 @@ class Communicator(ABC):
         self.derivations: Any = None
         """Which ids and masks are the same as others were (``tensors/derivations.py``)."""
         self.told: dict[Any, Any] = {}
-        """What PyTorch says of operators' arguments (``tensors/node_tensor.py``)."""
+        """Answers of PyTorch on operators' arguments (``tensors/node_tensor.py``)."""
         self.serials = itertools.count()
         """Numbers, of which each is given once."""
         self.made_edges: Any = None

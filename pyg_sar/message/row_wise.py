@@ -113,8 +113,9 @@ class RowProgram(TileProgram):
         self.update = self._bind("update", args[2]) if asks else None
 
     def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
-        """Returns the result of ``update`` for aggregates."""
-        assert self.update is not None
+        """Returns the result of ``update`` for aggregates; these, where it asks for no edges."""
+        if self.update is None:
+            return out
         return self.layer.update(out, **self._collect(self.update, values, own))
 
     never_per_tile: tuple[str, ...] = ("adj_t",)
