@@ -1,7 +1,7 @@
 """Builds the C++ libraries where PyTorch and a compiler are at hand; else the package does without.
 
 Everything else about the package is in ``pyproject.toml``. The build needs PyTorch, for the pager
-the one that will load it: install with ``--no-build-isolation``.
+the one that will load it: that of the environment whose pip builds, with or without isolation.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -169,9 +171,14 @@ def libraries() -> dict[str, Any]:
     """
     if os.environ.get("PYG_SAR_KERNELS") == "keep":
         return {}
-    torch = find_spec("torch")  # Importing it takes seconds.
+    # Not imported, which takes seconds. Where pip isolates the build, packages of the environment
+    # are not on the path.
+    torch = find_spec("torch") or PathFinder.find_spec("torch", [sysconfig.get_path("platlib")])
     if torch is None or torch.origin is None:
-        print("pyg_sar: no C++ kernels are built without PyTorch; use --no-build-isolation")
+        print(
+            "pyg_sar: no C++ kernels are built without PyTorch: install it before, into the same "
+            "environment (from another place: --no-build-isolation)"
+        )
         return {}
     installed = Path(torch.origin).parent
     compiled, linked = options(os.environ.get("PYG_SAR_SANITIZER", ""))

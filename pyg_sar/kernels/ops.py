@@ -83,7 +83,7 @@ def warn_if_missing() -> None:
     if reason is not None:
         warnings.warn(
             f"pyg_sar runs without its C++ kernels, with the same results but slower: {reason}. "
-            "Install it with a C++ compiler at hand by `pip install --no-build-isolation`; "
+            "Install it after PyTorch, with a C++ compiler at hand; "
             "SARPolicy(kernels='off') silences this",
             KernelWarning,
             stacklevel=2,
