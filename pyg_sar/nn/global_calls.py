@@ -712,17 +712,6 @@ class GlobalPropagation(DistMessagePassing):
         return cast(Tensor, out)
 
 
-class GlobalHypergraph(GlobalPropagation):
-    """``HypergraphConv``: of the last hyperedges, which are nodes of a type, some may be empty."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        edges = [t.edges for t in node_tensors(args, kwargs) if t.edges is not None]
-        named = "num_edges" in inspect.signature(self.forward).parameters and len(args) < 5
-        if edges and named:
-            kwargs["num_edges"] = edges[0].targets.total
-        return super().__call__(*args, **kwargs)
-
-
 _FIND_EDGES = (DynamicEdgeConv, GravNetConv)
 _WORK_ON_ALL_NODES = (
     *(ARMAConv, HANConv, MeshCNNConv, LabelPropagation, SuperGATConv, HypergraphConv, *_FIND_EDGES),
@@ -806,8 +795,7 @@ def global_class(kind: type, on_all_nodes: bool = False) -> type:
         kind: The class.
         on_all_nodes: Its ``forward`` may do more than treat each row for itself.
     """
-    before = GlobalHypergraph if issubclass(kind, HypergraphConv) else GlobalPropagation
     if on_all_nodes or _works_on_all_nodes(kind):
         own = vars(kind).get("replaced", kind)  # or one's own, written against DistMessagePassing
-        return type(kind.__name__, (before, own), names_of(kind))
+        return type(kind.__name__, (GlobalPropagation, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))
