@@ -675,17 +675,20 @@ def ask_the_default_group() -> list[str]:
     return found
 
 
-def default_group_after() -> tuple[Any, float]:
+def default_group_after(store: str) -> tuple[Any, float]:
     """The same in a worker, which has its group again when the parts have ended."""
+    rank = current().rank
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     found = pyg_sar.run(ask_the_default_group, parts=3)
     value = torch.ones(1)
     dist.all_reduce(value)
     return found, value.item()
 
 
-def test_the_workers_group_is_refused():
+def test_the_scripts_group_is_refused_in_parts(tmp_path: Path):
     """Its sums would be those of one part of each worker."""
-    for found, total in pyg_sar.launch(default_group_after, 2, backend="gloo"):
+    store = str(tmp_path / "store")
+    for found, total in pyg_sar.launch(default_group_after, 2, store, backend="gloo"):
         for text in itertools.chain(*found):
             assert "of the 2 workers, not of the 3 parts" in text
             assert "pyg_sar.comm.current()" in text

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from oracle import parts, workers
@@ -316,6 +317,32 @@ def test_torchmetrics(tmp_path):
 
     for found in workers(work, 3):
         assert found == pytest.approx(scores, rel=1e-5)
+
+
+def test_torchmetrics_in_a_loop_of_ones_own(tmp_path):
+    """They add up over a default process group, of workers that each have seen all rows."""
+    pytest.importorskip("torchmetrics")
+    data = small_graph(200)
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def scores(data: Any) -> list[Tensor]:
+        from torchmetrics import MeanMetric, SumMetric
+        from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix
+
+        given = MulticlassConfusionMatrix(4), MulticlassAUROC(4), SumMetric(), MeanMetric()
+        for metric in given[:2]:
+            metric.update(data.x[:, :4][data.y >= 0], data.y[data.y >= 0])
+        for metric in given[2:]:
+            metric.update(data.x[:, 0])
+        return [torch.as_tensor(metric.compute().tolist()) for metric in given]
+
+    def work() -> tuple[list[Tensor], bool]:
+        return scores(pyg_sar.load_partition(tmp_path / "parts")), dist.is_initialized()
+
+    expected = scores(data)
+    for found, default_group in [*workers(work, 2), *parts(work, 2)]:
+        torch.testing.assert_close(found, expected)
+        assert not default_group  # as in one process
 
 
 def test_unfit_metrics_and_targets_are_named(tmp_path):

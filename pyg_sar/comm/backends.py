@@ -79,14 +79,16 @@ class Setting:
     """Holds what a transport is opened with.
 
     ``store`` is where the workers meet, ``timeout`` the seconds that an operation may take. The
-    workers are divided into ``groups``, each given by its ranks; by default they are one.
+    workers are divided into ``groups``, each given by its ranks; by default they are one. ``world``
+    is the group of all workers, where another transport has it already.
     """
 
     info: WorkerInfo
     store: dist.Store | None
     timeout: float
     device: torch.device
-    groups: Sequence[Sequence[int]] | None = None
+    groups: Sequence[Sequence[int]] = ()
+    world: Any = None
 
 
 class Transport:
@@ -94,8 +96,9 @@ class Transport:
 
     ``where`` names an operation; it is the same on all ranks that take part.
 
-    The default process group is set up where the script has none yet, so that the rest of
-    ``torch.distributed`` can be used as well; otherwise a group is made beside it.
+    Where the script has a process group, the transport's is made beside it. Otherwise
+    ``torch.distributed`` looks as in one process: a library that finds a default group there
+    (torchmetrics, say) would add up over the workers what each of them has of the whole graph.
     """
 
     name: ClassVar[str]
@@ -107,22 +110,27 @@ class Transport:
     """True where messages have tags made of their names."""
 
     def __init__(self, setting: Setting) -> None:
-        self.owns_world = not dist.is_initialized()
-        limit, group = timedelta(seconds=setting.timeout), None
-        if self.owns_world:
+        scripts, world = dist.group.WORLD, setting.world
+        self.own: list[Any] = []
+        limit = timedelta(seconds=setting.timeout)
+        if world is not None:
+            dist.group.WORLD = world
+        elif scripts is None:
             dist.init_process_group(timeout=limit, **self.arguments(setting))
-            group = dist.group.WORLD
-        elif setting.groups is None:
-            group = dist.new_group(backend=self.name, timeout=limit)
+            self.own.append(dist.group.WORLD)
+        self.world, rank = dist.group.WORLD, dist.get_rank()
         self.members: Sequence[int] = range(dist.get_world_size())
-        for members in setting.groups or ():  # All workers make all groups, in one order.
-            made = dist.new_group(list(members), backend=self.name, timeout=limit)
-            if dist.get_rank() in members:
-                group, self.members = made, members
-        if group is None:
-            raise PygSarError(f"torch.distributed gave no process group for {self.name!r}")
-        self.group: dist.ProcessGroup = group
-        self.rank, self.world_size = self.members.index(dist.get_rank()), len(self.members)
+        everyone = [] if self.own else [self.members]
+        try:
+            for members in setting.groups or everyone:  # All make all groups, in one order.
+                made = dist.new_group(list(members), backend=self.name, timeout=limit)
+                if rank in members:
+                    self.own.append(made)
+                    self.members = members
+        finally:
+            dist.group.WORLD = scripts
+        self.group: dist.ProcessGroup = self.own[-1]
+        self.rank, self.world_size = self.members.index(rank), len(self.members)
         self.device, self.posts = setting.device, Posts()
 
     @classmethod
@@ -240,8 +248,9 @@ class Transport:
 
     def close(self) -> None:
         """Frees what it holds."""
-        if dist.is_initialized():
-            dist.destroy_process_group(None if self.owns_world else self.group)
+        for group in reversed(self.own):
+            with contextlib.suppress(ValueError):  # The script has ended all groups.
+                dist.destroy_process_group(group)
 
 
 class GlooTransport(Transport):

@@ -462,8 +462,12 @@ def _transports(
     """Opens what carries tensors within a replica, if it has several workers, and across them."""
     if setting.info.parts is None:
         return [kind(setting)]
-    axes = [groups, list(zip(*groups, strict=True))]
-    return [kind(replace(setting, groups=axis)) for axis in axes if len(axis[0]) > 1]
+    found: list[Transport] = []
+    for axis in (groups, list(zip(*groups, strict=True))):
+        if len(axis[0]) > 1:
+            world = found[0].world if found else None
+            found.append(kind(replace(setting, groups=axis, world=world)))
+    return found
 
 
 def finalize() -> None:
