@@ -3,6 +3,7 @@
 .. code-block:: bash
 
     python benchmarks/calls.py            # 400 nodes, 2 workers; times beside PyG's
+    python benchmarks/calls.py --starts 5 # seconds that starting 2 workers, or 2 parts, takes
 
 Also the package's size. A steady call is a forward and a backward pass after two of its kind. Files
 and functions are those of pyg_sar that the calling thread enters at rank 0. Times are the median of
@@ -106,6 +107,24 @@ def summary(found: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def nothing() -> None:
+    """Returns at once: a call of it takes what its start takes."""
+
+
+def start_times(rounds: int) -> dict[str, list[float]]:
+    """Seconds of each start, all imported: of two worker processes, of two parts in this one."""
+    found: dict[str, list[float]] = {"launch(fn, 2)": [], "run(fn, parts=2)": []}
+    for _ in range(rounds):
+        for way, times in found.items():
+            start = time.perf_counter()
+            if way == "launch(fn, 2)":
+                pyg_sar.launch(nothing, 2)
+            else:
+                pyg_sar.run(nothing, parts=2)
+            times.append(time.perf_counter() - start)
+    return found
+
+
 CORE = ("engine/run.py", "engine/schedule.py", "exchange/rows.py", "exchange/halo_rows.py")
 
 
@@ -124,7 +143,12 @@ def main() -> None:
     )
     parser.add_argument("--timed", type=int, default=200)
     parser.add_argument("--list", action="store_true", help="name every function")
+    parser.add_argument("--starts", type=int, help="time so many starts of workers, no layers")
     args = parser.parse_args()
+    if args.starts:
+        for way, times in start_times(args.starts).items():
+            print(f"{way}: {median(times):.2f} s ({min(times):.2f} to {max(times):.2f})")
+        return
     print("{} modules, {:,} lines, {:,} of them the core".format(*size()))
     graph = load_graph("synthetic:nodes=400,degree=10,features=16")
     with tempfile.TemporaryDirectory() as root:

@@ -146,7 +146,9 @@ def main() -> None:
             rows.append(row(python, torch, pyg, arguments.tests, arguments.keep))
         print(rows[-1], flush=True)
         if arguments.out:  # What was tried stays, also when a later one is cut short.
-            Path(arguments.out).write_text(text + "\n".join(rows) + "\n")
+            page = Path(arguments.out)
+            _, heading, sections = (page.read_text() if page.exists() else "").partition("\n## ")
+            page.write_text(text + "\n".join(rows) + "\n" + heading + sections)
     sys.exit(any("failed" in line or "error" in line for line in rows))
 
 

@@ -21,11 +21,15 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import PygSarError
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.parameters import copy_from_first
+from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors.rows import every_rows
+from pyg_sar.train.evaluation import over_replicas
 
 try:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.utilities import rank_zero_only
+    from torchmetrics import Metric
 except ImportError as error:
     raise ImportError(
         "pyg_sar.lightning needs the package 'lightning': pip install 'pyg_sar[lightning]'"
@@ -100,10 +104,16 @@ class SARStrategy(ParallelStrategy):
         return super().process_dataloader(dataloader)
 
     def setup(self, trainer: Trainer) -> None:
-        """Converts the module, then makes its optimizers."""
+        """Converts the module, then makes its optimizers.
+
+        Each worker's torchmetrics have seen all rows of its replica: only replicas are combined.
+        """
         if self.model is None:
             raise PygSarError("Lightning has connected no module to the strategy")
         distribute(self.model, self.policy)
+        for metric in self.model.modules():
+            if isinstance(metric, Metric):
+                metric.dist_sync_fn = self._of_replicas
         super().setup(trainer)
 
     def model_to_device(self) -> None:
@@ -126,6 +136,15 @@ class SARStrategy(ParallelStrategy):
         if op in ("mean", "avg"):
             return self.comm.average(tensor if tensor.is_floating_point() else tensor.double())
         return self.comm.across.all_reduce(tensor.detach().clone(), op)
+
+    def _of_replicas(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Returns a metric's state in each replica, or all replicas' rows of one."""
+        if self.comm.across is None:
+            return [state]
+        if isinstance(state, NodeTensor):
+            return [over_replicas(state, self.comm)]
+        found = every_rows(torch.atleast_1d(state), self.comm.across)
+        return found if state.dim() else [one[0] for one in found]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all workers."""

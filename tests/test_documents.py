@@ -10,6 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,7 @@ def a_hetero_graph() -> HeteroData:
     data["a"].x, data["b"].x = torch.randn(20, 4), torch.randn(20, 5)
     for source, target in ("ab", "ba"):
         data[source, "to", target].edge_index = torch.randint(20, (2, 60))
+        data[source].y, data[source].val_mask = torch.arange(20) % 3, torch.arange(20) % 2 == 0
     return data
 
 
@@ -138,7 +140,7 @@ def test_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
     code = [text.replace("epochs=500", "epochs=50") for text in snippets("docs/training.md")]
-    chosen = code[:2] + code[7:-1]  # The last: test_replicate.py.
+    chosen = code[:2] + code[11:-1]  # The last: test_replicate.py.
     run("docs/training.md", chosen, MyModel=MyModel, torch=torch)
     assert {"report", "run.ckpt"} <= set(os.listdir())
 
@@ -149,8 +151,10 @@ def test_launching(tmp_path, monkeypatch):
     code = [
         piece.replace("callbacks=", "config, callbacks=") for piece in snippets("docs/launching.md")
     ]
-    run("docs/launching.md", code, MyModel=MyModel, pyg_sar=pyg_sar, config=TrainConfig(epochs=2))
-    assert "run.ckpt" in os.listdir()
+    code = [piece.replace("parts=2", "parts=1") for piece in code]
+    names = {"MyModel": MyModel, "pyg_sar": pyg_sar, "torch": torch, "F": F}
+    run("docs/launching.md", code, config=TrainConfig(epochs=2), **names)
+    assert {"run.ckpt", "cell.ckpt"} <= set(os.listdir())
 
 
 def test_planning(tmp_path, monkeypatch):
@@ -209,6 +213,58 @@ def test_training_with_a_loss_and_metrics_of_ones_own():
     run("docs/training.md", [code[2], *fit, code[3]], model=model, data=data, **names)
 
 
+def f1_score(target: Any, pred: Any, average: str) -> float:
+    """As scikit-learn's, which takes what NumPy makes arrays of."""
+    assert average == "macro"
+    target, pred = numpy.asarray(target), numpy.asarray(pred)
+    both = [(pred == k, target == k) for k in sorted({*target, *pred})]
+    return float(numpy.mean([2 * (p & t).sum() / (p.sum() + t.sum()) for p, t in both]))
+
+
+def test_metrics(tmp_path, monkeypatch, capsys):
+    """Three parts give what one process gives, on the mask that the reader chose, too."""
+    pytest.importorskip("torchmetrics", reason="the extra 'metrics' is not installed")
+    graph = a_graph()
+    graph.y = torch.arange(30) // 3 % 3  # All classes in each split.
+    pyg_sar.write_partitions(graph, 3, tmp_path / "parts", "random")
+    monkeypatch.setitem(sys.modules, "sklearn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", SimpleNamespace(f1_score=f1_score))
+    training, loop = snippets("docs/training.md")[5:7]
+    own = "from torchmetrics.classification import MulticlassAUROC\n" + loop
+
+    def work(plain: bool) -> Any:
+        data = graph if plain else pyg_sar.load_partition(tmp_path / "parts")
+        torch.manual_seed(0)
+        model = MyModel() if plain else pyg_sar.distribute(MyModel())
+        names = {"TrainConfig": TrainConfig, "pyg_sar": pyg_sar, "torch": torch}
+        names |= {"model": model, "data": data, "f1_score": f1_score}
+        run("docs/training.md", [training, own], **names)
+
+    work(True)
+    expected = capsys.readouterr().out
+    host(work, 3, False)
+    found = capsys.readouterr().out.splitlines()
+    assert expected.count("\n") == 2 and found.count(expected.splitlines()[1]) == 1
+    assert found.count(expected.splitlines()[0]) == 3
+
+
+def test_lightning(tmp_path, monkeypatch, capfd):
+    lightning = pytest.importorskip("lightning", reason="needs the extra 'lightning'")
+    monkeypatch.chdir(tmp_path)
+    pyg_sar.write_partitions(a_graph(), 2, "parts")
+    code = snippets("docs/training.md")[9].replace("max_epochs=50", "max_epochs=3")
+    quiet = "enable_progress_bar=False, log_every_n_steps=1, logger"
+    from torchmetrics.classification import MulticlassAUROC
+
+    names = {"pyg_sar": pyg_sar, "torch": torch, "F": F, "GCN": GCN, "lightning": lightning}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        piece = [code.replace("logger", quiet, 2).replace(quiet, "logger", 1)]
+        run("docs/training.md", piece, MulticlassAUROC=MulticlassAUROC, **names)
+    assert 0 <= float(capfd.readouterr().out.splitlines()[-1]) <= 1
+    assert os.listdir("best") and os.listdir("logs")
+
+
 class Energy(MyModel):
     def forward(self, z, pos, edge_index):
         return self.conv(torch.cat([pos, z.view(-1, 1)], dim=1).sin(), edge_index)
@@ -222,7 +278,7 @@ def test_forces(tmp_path):
     def work() -> None:
         mine = pyg_sar.load_partition(tmp_path / "parts")
         pos = mine.pos.requires_grad_()
-        code = snippets("docs/training.md")[5:6]
+        code = snippets("docs/training.md")[10:11]
         names = {"torch": torch, "pyg_sar": pyg_sar, "model": Energy(), "data": mine, "pos": pos}
         run("docs/training.md", code, **names)
 
@@ -232,7 +288,7 @@ def test_forces(tmp_path):
 def test_link_prediction_and_all_nodes_in_one_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     once, each, evaluate = snippets("docs/link_prediction.md")
-    (gather,) = snippets("docs/training.md")[6:7]
+    (gather,) = snippets("docs/training.md")[8:9]
     graph = a_graph()
     graph.edge_index = to_undirected(graph.edge_index)
     graph.edge_attr = None
@@ -280,11 +336,12 @@ def test_heterogeneous_graphs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (_, code) = snippets("docs/what-runs.md")
     once, each = code.split("\n\n")
+    (scores,) = snippets("docs/training.md")[7:8]
     run("docs/what-runs.md", [once], pyg_sar=pyg_sar, data=a_hetero_graph())
 
     def work() -> None:
         model = HeteroConv({(s, "to", t): SAGEConv((-1, -1), 3) for s, t in ("ab", "ba")})
-        run("docs/what-runs.md", [each], pyg_sar=pyg_sar, model=model)
+        run("docs/what-runs.md", [each, scores], pyg_sar=pyg_sar, model=model)
 
     host(work, 4)
 
@@ -359,6 +416,7 @@ def test_names_in_documents_are_there_whatever_was_imported():
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
     found = {n for p in pages for n in re.findall(r"\bpyg_sar(?:\.[A-Za-z_]\w*)+", p.read_text())}
     assert {"pyg_sar.tensors.NodeTensor", "pyg_sar.scatter"} <= found
+    found.remove("pyg_sar.lightning")  # Imported by its own name: what it needs is an extra.
     command = [sys.executable, "-c", _RESOLVED_ALONE, *sorted(found)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert not ended.returncode, ended.stderr

@@ -25,9 +25,26 @@ EPOCHS = 6
 def module(replicas: int) -> Any:
     """Without dropout where replicas, whose random numbers are their own, are compared."""
 
+    from torchmetrics import Metric
+    from torchmetrics.classification import MulticlassAUROC
+
+    class Right(Metric):
+        """Counts: workers that all add what they have seen would give a multiple."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+        def update(self, pred: Any, target: Any) -> None:
+            self.count += (pred.argmax(-1) == target).sum()
+
+        def compute(self) -> Any:
+            return self.count.double()
+
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
+            self.right, self.area = Right(), MulticlassAUROC(4)  # Keeps all rows.
             self.first, self.norm = GATConv(6, 8, heads=2), BatchNorm(16)
             self.second, self.scale = GCNConv(16, 4), torch.nn.Parameter(torch.ones(4))
 
@@ -49,6 +66,9 @@ def module(replicas: int) -> Any:
             self.log("accuracy", right.double().mean(), batch_size=size, sync_dist=True)
             highest = out.detach().max()
             self.log("highest", highest, batch_size=1, reduce_fx="max", sync_dist=True)
+            for name, metric in (("right", self.right), ("area", self.area)):
+                metric.update(out[rest], data.y[rest])
+                self.log(name, metric, batch_size=size)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.5)

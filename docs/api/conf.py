@@ -115,7 +115,7 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 GUIDES = {
-    "Start": ["tutorial", "faq", "how_it_works", "whole-graph", "what-runs"],
+    "Start": ["tutorial", "choosing", "faq", "how_it_works", "whole-graph", "what-runs"],
     "Train": ["training", "launching", "larger-than-memory", "link_prediction", "recipes"],
     "Before and after": ["partitioning", "planning", "verify", "inference"],
     "More": ["gpu", "versions", "results", "architecture"],
