@@ -113,6 +113,7 @@ class SARStrategy(ParallelStrategy):
         distribute(self.model, self.policy)
         for metric in self.model.modules():
             if isinstance(metric, Metric):
+                metric.distributed_available_fn = self._has_replicas
                 metric.dist_sync_fn = self._of_replicas
         super().setup(trainer)
 
@@ -137,10 +138,11 @@ class SARStrategy(ParallelStrategy):
             return self.comm.average(tensor if tensor.is_floating_point() else tensor.double())
         return self.comm.across.all_reduce(tensor.detach().clone(), op)
 
+    def _has_replicas(self) -> bool:
+        return self.is_distributed
+
     def _of_replicas(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Returns a metric's state in each replica, or all replicas' rows of one."""
-        if self.comm.across is None:
-            return [state]
         if isinstance(state, NodeTensor):
             return [over_replicas(state, self.comm)]
         found = every_rows(torch.atleast_1d(state), self.comm.across)
