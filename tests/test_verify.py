@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,28 @@ def test_a_module_that_layers_share_with_their_model(graph: Data):
     report = pyg_sar.verify(gnn.GIN(CHANNELS, 8, 2, OUT, norm="batch_norm"), graph)
     assert report.ok, report
     assert not report.warnings, report.warnings
+
+
+class Draws(torch.nn.Module):
+    """Draws in messages, between layers, by Python, and after a layer that can't run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = gnn.GATConv(CHANNELS, 4, heads=2, dropout=0.4)
+        self.mixes, self.last = Mixes(8), gnn.GCNConv(8, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.attention(F.dropout(x, 0.3), edge_index) + torch.randn(x.size(0), 1)
+        x = x * random.random() + F.dropout(self.mixes(x, edge_index), 0.5)
+        return self.last(F.dropout(x, 0.5), edge_index)
+
+
+def test_random_numbers_are_compared(graph: Data):
+    model, state = Draws(), (random.getstate(), torch.get_rng_state())
+    report = pyg_sar.verify(model, graph)
+    assert set(report.refused) == {"mixes (Mixes)"} and not report.first_difference, report
+    assert report.output_error < 1e-12 and "dropout" not in str(report)
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
 
 
 def test_rows_held_are_counted(graph: Data):

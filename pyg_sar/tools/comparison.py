@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.files import spoken_bytes
@@ -196,7 +195,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, keep_results: bool = False) -> None:
         self.events: dict[Key, Tensor] = {}
-        self.results: dict[str, list[Any]] = {}
+        self.results: dict[str, list[tuple[Any, Tensor]]] = {}
         self.active: list[str] = []
         self._model, self._keep = model, keep_results
         self._calls: Counter[str] = Counter()
@@ -225,7 +224,8 @@ class Recorder:
         self._note(name, "output", result)
         self._calls[name] += 1
         if self._keep:
-            self.results.setdefault(name, []).append(mapped(Tensor.detach, result))
+            kept = mapped(Tensor.detach, result), torch.get_rng_state()
+            self.results.setdefault(name, []).append(kept)
         self.active.pop()
 
     def _note(self, name: str, what: str, value: Any) -> None:
@@ -234,48 +234,20 @@ class Recorder:
 
 
 class StandIn(nn.Module):
-    """In place of a module that can't run: gives its results of one process, one per call."""
+    """In place of a module that can't run: gives its results of one process, one per call.
 
-    def __init__(self, results: list[Any]) -> None:
+    Random numbers go on from where they were after the call, as the module may have drawn some.
+    """
+
+    def __init__(self, results: list[tuple[Any, Tensor]]) -> None:
         super().__init__()
         self.results, self.calls = results, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        return self.results[(self.calls - 1) % len(self.results)]
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Sets the probabilities of dropout that modules hold to 0. Changes ``model``."""
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            dropout = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
-            if dropout and isinstance(value, float):
-                setattr(module, name, 0.0)
-            elif dropout and isinstance(value, list):
-                setattr(module, name, [0.0 if isinstance(v, float) else v for v in value])
-    return model
-
-
-class NoDropout(TorchFunctionMode):
-    """Dropout passes everything: two runs can't draw the same numbers for other rows.
-
-    It is for probabilities that stand in a model's own code; :func:`without_dropout` does the rest,
-    also in the messages that a backward pass computes again, where no such mode holds.
-    """
-
-    NAMES = frozenset(
-        {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-         "feature_alpha_dropout", "dropout_"}
-    )  # fmt: skip
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if getattr(func, "__name__", "") in self.NAMES:
-            return args[0] if args else given["input"]
-        return func(*args, **given)
+        result, state = self.results[(self.calls - 1) % len(self.results)]
+        torch.set_rng_state(state)
+        return result
 
 
 # Comparing ####################################################################
@@ -290,7 +262,7 @@ class ModelPass:
     input_grads: dict[str, Tensor | None] = field(default_factory=dict)
     parameter_grads: dict[str, Tensor | None] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    results: dict[str, list[Any]] = field(default_factory=dict)
+    results: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)
     layers: dict[str, LayerReport] = field(default_factory=dict)
     hosting: dict[str, Any] = field(default_factory=dict)
 

@@ -11,7 +11,8 @@ import copy
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from pyg_sar.comm.devices import other_states, seed_generators, set_other_states
 from pyg_sar.comm.group import LocalCommunicator, current
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, host_parts
@@ -38,7 +40,6 @@ from pyg_sar.tensors import Edges, NodeTensor
 from pyg_sar.tools.comparison import (
     LayerReport,
     ModelPass,
-    NoDropout,
     Recorder,
     StandIn,
     VerifyReport,
@@ -46,7 +47,6 @@ from pyg_sar.tools.comparison import (
     floats,
     in_full,
     watched,
-    without_dropout,
 )
 from pyg_sar.tools.inference import is_distributed
 from pyg_sar.tools.models import Call, call_with, default_dtype
@@ -56,6 +56,7 @@ from pyg_sar.wording import counted
 
 _MOST_FAILURES = 50
 _TRIES = 8
+_SEED = 1
 
 
 def verify(
@@ -83,9 +84,9 @@ def verify(
         print(report)     # a line per layer, and the first difference
         assert report.ok
 
-    Both run in float64 from ``model``'s parameters, in its mode (``model.training``), with dropout
-    switched off. The loss is a fixed weighting of all outputs. ``model`` and ``data`` stay as they
-    are. While it runs, the default dtype of the process is float64.
+    Both run in float64 from ``model``'s parameters, in its mode (``model.training``), with the same
+    random numbers. The loss is a fixed weighting of all outputs. ``model`` and ``data`` stay as
+    they are. While it runs, the default dtype of the process is float64.
 
     Args:
         model: A plain PyG model.
@@ -125,10 +126,7 @@ def verify(
         )
     check_folder("store", store)
     hosting: Any = Hosting.of(num_workers, memory, store)
-    with (
-        default_dtype(torch.float64),
-        torch.random.fork_rng(devices=[]),
-    ):  # Layers seed their draws, also of none.
+    with default_dtype(torch.float64), _generators_kept():
         # Of the graph: in a sample there may be as many edges as nodes.
         check_levels(levels, data.keys())
         rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
@@ -147,7 +145,7 @@ def verify(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
                 f"{counted(part.num_nodes, 'nodes')}: take fewer"
             )
-        plain = without_dropout(copy.deepcopy(model)).cpu().double()
+        plain = copy.deepcopy(model).cpu().double()
         run = call or call_with(_required(plain, part))
         try:
             expected = _reference(plain, part, run)
@@ -159,8 +157,7 @@ def verify(
             write_partitions(
                 part, num_workers, root, method, seed, node_ids=node_ids, levels=levels
             )
-            drawn = replace(policy or SARPolicy(), random=None)  # Dropout is off.
-            task = _Task(plain, run, root, drawn, expected)
+            task = _Task(plain, run, root, replace(policy or SARPolicy(), random="same"), expected)
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
@@ -169,6 +166,17 @@ def verify(
             if memory is None and store is None:
                 report.hosting = {}
     return report
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Puts the default generators of PyTorch, NumPy and Python back: both runs seed them alike."""
+    others = other_states()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        set_other_states(others)
 
 
 def _check_arguments(
@@ -278,11 +286,12 @@ def _leaves(data: Data) -> tuple[Data, dict[str, Tensor]]:
 def _reference(plain: nn.Module, data: Data, call: Call) -> ModelPass:
     """Runs the sample in one process; its first call gives lazy parameters their shapes."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in plain.parameters()):
-        with torch.no_grad(), NoDropout():
+        with torch.no_grad():
             call(plain, data)
     model = copy.deepcopy(plain)
     data, leaves = _leaves(data)
-    with NoDropout(), Recorder(model, keep_results=True).watch() as recorder:
+    seed_generators(_SEED)
+    with Recorder(model, keep_results=True).watch() as recorder:
         outputs = floats(call(model, data))
     if not all(bool(out.isfinite().all()) for out in outputs):
         raise ValueError(
@@ -396,8 +405,8 @@ def _worker(task: _Task) -> ModelPass:
 def _pass(task: _Task, model: nn.Module, mine: Data) -> ModelPass:
     data, leaves = _leaves(mine)
     model.zero_grad()
-    with NoDropout():
-        outputs = floats(task.call(model, data))
+    seed_generators(_SEED)
+    outputs = floats(task.call(model, data))
     found = ModelPass({}, [in_full(out) for out in outputs])
     if task.refused:
         return found
