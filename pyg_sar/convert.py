@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
-import torch_geometric.nn
+import torch_geometric.nn as gnn
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import EGConv, EquilibriumAggregation, MessagePassing
 
@@ -263,9 +263,11 @@ def _why_as_in_pyg(layer: MessagePassing) -> str:
         kind: Any = type(module)
         if isinstance(module, EquilibriumAggregation):
             return f"minimises one energy over all targets together ('{name}', {kind.__name__})"
-        per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-        known = kind in (*NORMS, torch_geometric.nn.DiffGroupNorm)  # which has a batch norm
-        known = known or per_node or isinstance(module, tuple(NORMS.values()))
+        per_node = isinstance(module, gnn.LayerNorm) and module.mode != "graph"
+        # What holds a batch norm: it asks that one, but for a single row, of all workers.
+        holds = kind in (gnn.BatchNorm, gnn.DiffGroupNorm)
+        holds = holds and not getattr(module, "allow_single_element", False)
+        known = kind in NORMS or holds or per_node or isinstance(module, tuple(NORMS.values()))
         if isinstance(module, OVER_ROWS) and not known:
             supported = ", ".join(sorted({norm.__name__ for norm in NORMS}))
             return (

@@ -120,10 +120,19 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
     "LayerNorm": (lambda: EdgeMLP(gnn.LayerNorm(8)), ATTR),
     "LayerNorm, node": (lambda: EdgeMLP(gnn.LayerNorm(8, mode="node")), ATTR),
     "PairNorm": (lambda: EdgeMLP(gnn.PairNorm()), ATTR),
+    "GraphSizeNorm": (lambda: EdgeMLP(gnn.GraphSizeNorm()), ATTR),
+    "MeanSubtractionNorm": (lambda: EdgeMLP(gnn.MeanSubtractionNorm(), "max"), ATTR),
+    "single": (lambda: EdgeMLP(gnn.BatchNorm(8, allow_single_element=True)), ATTR),
     "GENConv": (lambda: gnn.GENConv(CHANNELS, OUT, edge_dim=EDGE_DIM), ATTR),
     "GENConv, instance": (
         lambda: gnn.GENConv(CHANNELS, OUT, edge_dim=EDGE_DIM, norm="instance"), ATTR),
     "GINConv": (lambda: gnn.GINConv(gnn.MLP([CHANNELS, 8, OUT], norm="batch_norm")), ()),
+    "GINConv, MeanSubtractionNorm": (
+        lambda: gnn.GINConv(Sequential(
+            Linear(CHANNELS, 8), gnn.MeanSubtractionNorm(), ReLU(), gnn.GraphSizeNorm())), ()),
+    "GINConv, single": (
+        lambda: gnn.GINConv(Sequential(
+            Linear(CHANNELS, 8), gnn.BatchNorm(8, allow_single_element=True))), ()),
     "GINConv, GraphNorm": (lambda: gnn.GINConv(gnn.MLP([CHANNELS, 8, OUT], norm="graph_norm")), ()),
     "DiffGroupNorm": (lambda: EdgeMLP(gnn.DiffGroupNorm(8, 2)), ATTR),
 }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.overrides import _get_current_function_mode_stack
-from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.nn import Aggregation, GraphSizeNorm, MeanSubtractionNorm, MessagePassing
 
 from pyg_sar.message.layer_facts import (
     MODULE_HOOKS,
@@ -185,7 +185,7 @@ def _is_known(module: Any, aggregates: bool) -> bool:
 def _is_by_row(kind: type) -> bool:
     home = kind.__module__
     if home.startswith(_OWN):
-        return True
+        return not issubclass(kind, GraphSizeNorm | MeanSubtractionNorm)
     if not home.startswith("torch."):
         return False
     if issubclass(kind, nn.MultiheadAttention):

@@ -12,15 +12,12 @@ from pyg_sar.nn.embedding import NodeEmbedding
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
     NORMS,
-    DistBatchNorm,
     DistBatchNorm1d,
     DistGraphNorm,
-    DistGraphSizeNorm,
     DistHeteroBatchNorm,
     DistInstanceNorm,
     DistInstanceNorm1d,
     DistLayerNorm,
-    DistMeanSubtractionNorm,
     DistPairNorm,
     DistSyncBatchNorm,
 )
@@ -31,15 +28,12 @@ from pyg_sar.tensors.neighbors import knn_graph, radius_graph
 
 __all__ = [
     "NORMS",
-    "DistBatchNorm",
     "DistBatchNorm1d",
     "DistGraphNorm",
-    "DistGraphSizeNorm",
     "DistHeteroBatchNorm",
     "DistInstanceNorm",
     "DistInstanceNorm1d",
     "DistLayerNorm",
-    "DistMeanSubtractionNorm",
     "DistMessagePassing",
     "DistPairNorm",
     "DistSyncBatchNorm",

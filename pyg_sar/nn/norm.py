@@ -2,8 +2,8 @@
 
 [Note: norms per graph] Norms of graphs take ``batch``, the graph of each of this worker's nodes, or
 ``None`` for a single graph, as PyG's classes do; a graph's nodes may lie anywhere. Every worker
-calls the norm, also one without nodes. One collective of :math:`O(F)` numbers per graph forward and
-one backward; with ``batch``, a few numbers more to agree on the number of graphs.
+calls the norm, also one without nodes. One collective of :math:`O(F)` numbers forward, with
+``batch`` two of so many per graph, and one backward; without ``batch_size`` one of a number more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor
-from torch.nn.functional import batch_norm
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn.uncompiled import between_graphs
@@ -107,36 +106,6 @@ class DistGraphNorm(gnn.GraphNorm):
         return _standardised(x, found.mean * kept, scale, self.bias, batch, dtype)
 
 
-class DistGraphSizeNorm(gnn.GraphSizeNorm):
-    """:class:`torch_geometric.nn.GraphSizeNorm` by the graphs' nodes on all workers."""
-
-    @between_graphs
-    def forward(
-        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
-    ) -> Tensor:
-        """See :meth:`torch_geometric.nn.GraphSizeNorm.forward`."""
-        if not counts_all(self):
-            return super().forward(x, batch, batch_size)
-        count = graph_moments("GraphSizeNorm", x, batch, batch_size, order=0).count
-        inverse = count.rsqrt().to(plain_dtype(self, gnn.GraphSizeNorm, x, batch)).view(-1, 1)
-        return x * (inverse if batch is None else inverse.index_select(0, batch))
-
-
-class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
-    """:class:`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all workers."""
-
-    @between_graphs
-    def forward(
-        self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
-    ) -> Tensor:
-        """See :meth:`torch_geometric.nn.MeanSubtractionNorm.forward`."""
-        if not counts_all(self):
-            return super().forward(x, batch, dim_size)
-        found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
-        dtype = plain_dtype(self, gnn.MeanSubtractionNorm, x, batch)
-        return _standardised(x, found.mean, batch=batch, dtype=dtype)
-
-
 class DistPairNorm(gnn.PairNorm):
     """:class:`torch_geometric.nn.PairNorm` over the nodes of all workers."""
 
@@ -148,8 +117,7 @@ class DistPairNorm(gnn.PairNorm):
         if not counts_all(self):
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.PairNorm, x, batch)
-        order = 1 if self.scale_individually else 2
-        found = graph_moments("PairNorm", x, batch, batch_size, order=order)
+        found = graph_moments("PairNorm", x, batch, batch_size)
         if self.scale_individually:
             x = _standardised(x, found.mean, batch=batch)
             return (self.scale * x / (self.eps + x.norm(2, -1, keepdim=True))).to(dtype)
@@ -275,20 +243,12 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
     """
 
     @between_graphs
-    def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
-        """See :class:`torch.nn.BatchNorm1d`.
-
-        Args:
-            input: This worker's rows, ``[N, C]`` or ``[N, C, L]``.
-            allow_single_element: With at most one row on all workers, use running statistics.
-        """
-        if not reduces_over_rows(self):
+    def forward(self, input: Tensor) -> Tensor:
+        """See :class:`torch.nn.BatchNorm1d`; this worker's rows, ``[N, C]`` or ``[N, C, L]``."""
+        if not reduces_over_rows(self) or not counts_all(self):
             return super().forward(input)
-        if not counts_all(self):
-            single = allow_single_element and input.size(0) <= 1
-            return _by_running(self, input) if single else super().forward(input)
         self._check_input_dim(input)
-        return _over_all_rows(self, input, allow_single_element)
+        return _over_all_rows(self, input)
 
 
 class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -298,23 +258,18 @@ class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
     """
 
     @between_graphs
-    def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """See :meth:`DistBatchNorm1d.forward`; ``[N, C, *]``."""
-        if not reduces_over_rows(self):
-            return super().forward(input)
         across = current().across
         alone = current().world_size == 1 and across is not None  # A part is a whole graph.
-        if not counts_all(self) and not alone:
-            single = allow_single_element and input.size(0) <= 1
-            return _by_running(self, input) if single else super().forward(input)
+        if not reduces_over_rows(self) or not (counts_all(self) or alone):
+            return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        return _over_all_rows(self, input, allow_single_element, across)
+        return _over_all_rows(self, input, across)
 
 
-def _over_all_rows(
-    norm: Any, input: Tensor, allow_single_element: bool, across: Communicator | None = None
-) -> Tensor:
+def _over_all_rows(norm: Any, input: Tensor, across: Communicator | None = None) -> Tensor:
     """Normalises by statistics over every axis but the channels', and over the workers."""
     if input.size(1) != norm.num_features:
         raise ValueError(
@@ -327,20 +282,12 @@ def _over_all_rows(
     track = partial(_track, norm) if tracks else None
     out, found = normalise(rows, norm.weight, norm.bias, norm.eps, across, track)
     total = int(found.count)
-    if total <= 1 and allow_single_element:
-        return _by_running(norm, input)
     if total <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training (got {counted(total, 'rows')} "
             f"on all {counted(current().world_size, 'workers')})"
         )
     return out.view(last.shape).movedim(-1, 1)
-
-
-def _by_running(norm: Any, input: Tensor) -> Tensor:
-    return batch_norm(
-        input, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps
-    )
 
 
 @torch.no_grad()
@@ -354,15 +301,6 @@ def _track(norm: Any, found: Moments) -> None:
     if factor is None:
         factor = 1.0 / float(norm.num_batches_tracked or 1)
     _move(norm, found.mean[0], found.variance[0] * (total / (total - 1)), factor)
-
-
-class DistBatchNorm(gnn.BatchNorm):
-    """:class:`torch_geometric.nn.BatchNorm` over the nodes of all workers."""
-
-    @between_graphs
-    def forward(self, x: Tensor) -> Tensor:
-        """See :meth:`torch_geometric.nn.BatchNorm.forward`."""
-        return self.module(x, True) if self.allow_single_element else self.module(x)
 
 
 class DistHeteroBatchNorm(gnn.HeteroBatchNorm):
@@ -401,13 +339,10 @@ NORMS: dict[type, type] = {
     torch.nn.BatchNorm1d: DistBatchNorm1d,
     torch.nn.InstanceNorm1d: DistInstanceNorm1d,
     torch.nn.SyncBatchNorm: DistSyncBatchNorm,
-    gnn.BatchNorm: DistBatchNorm,
     gnn.GraphNorm: DistGraphNorm,
-    gnn.GraphSizeNorm: DistGraphSizeNorm,
     gnn.HeteroBatchNorm: DistHeteroBatchNorm,
     gnn.InstanceNorm: DistInstanceNorm,
     gnn.LayerNorm: DistLayerNorm,
-    gnn.MeanSubtractionNorm: DistMeanSubtractionNorm,
     gnn.PairNorm: DistPairNorm,
 }
 """The norms that take statistics over nodes, and what :func:`pyg_sar.distribute` makes of them."""

@@ -46,17 +46,14 @@ OVER_ROWS: tuple[type, ...] = (
     gnn.BatchNorm,
     gnn.DiffGroupNorm,
     gnn.GraphNorm,
-    gnn.GraphSizeNorm,
     gnn.HeteroBatchNorm,
     gnn.LayerNorm,
-    gnn.MeanSubtractionNorm,
     gnn.PairNorm,
 )
-"""Norms that may take statistics over rows, and their subclasses."""
+"""Norms that may take statistics over rows, and their subclasses; others run as users' modules."""
 
 _LABEL = ("", "forward", "statistics")
 _LABEL_BACK = ("", "backward", "statistics")
-_GATHERED = 2**20  # numbers that may come together at a worker in one message
 _BLOCK = 2**17  # values at a time; stays in a CPU's cache
 _BLOCK_GPU = 2**24
 
@@ -98,9 +95,9 @@ def moments(x: Tensor, batch: Tensor | None = None, size: int = 1) -> Moments:
         \mu = \sum_p \frac{n_p}{n} \mu_p, \qquad
         M = \sum_p M_p + n_p (\mu_p - \mu)^2
 
-    (Chan et al., 1979); never :math:`E[x^2] - E[x]^2`, which cancels. One collective of
-    ``size * (1 + 2F)`` numbers forward and one of ``size * 2F`` backward. So many groups that a
-    worker could not well hold everyone's are summed instead, about the merged mean: two forward.
+    (Chan et al., 1979); never :math:`E[x^2] - E[x]^2`, which cancels. One collective of ``1 + 2F``
+    numbers forward. Those of several groups are summed, first x, then squares about the mean: two
+    of ``size * (1 + F)`` and ``size * F`` numbers. One of ``size * 2F`` backward.
 
     Args:
         x: ``[N, F]``; every worker's own rows.
@@ -112,17 +109,14 @@ def moments(x: Tensor, batch: Tensor | None = None, size: int = 1) -> Moments:
     """
     comm = current()
     check_batch(x, batch, size, comm)
-    return Moments(*_Moments.apply(x, batch, size, 2, comm))
+    return Moments(*_Moments.apply(x, batch, size, comm))
 
 
-def graph_moments(
-    title: str, x: Tensor, batch: Tensor | None, batch_size: int | None, *, order: int = 2
-) -> Moments:
+def graph_moments(title: str, x: Tensor, batch: Tensor | None, batch_size: int | None) -> Moments:
     """:func:`moments` for arguments as PyG's norms take them; ``title`` is the norm, for messages.
 
     Without ``batch_size``, one more collective finds the number of graphs: one more than the
-    largest entry of any worker. ``order`` 1: counts and means (variances are 0), 0: counts (both
-    are empty).
+    largest entry of any worker.
 
     Raises:
         ValueError: When ``x`` or ``batch`` doesn't fit.
@@ -141,7 +135,7 @@ def graph_moments(
         size = int(comm.all_reduce(most, "max", label=_LABEL))
     else:
         size = batch_size
-    return Moments(*_Moments.apply(x, batch, size, order, comm))
+    return Moments(*_Moments.apply(x, batch, size, comm))
 
 
 def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communicator) -> None:
@@ -187,83 +181,64 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, batch: Tensor | None, size: int, order: int, comm: Communicator
+        ctx: Any, x: Tensor, batch: Tensor | None, size: int, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count, mean, variance = _merged(x.detach(), batch, size, order, comm)
-        ctx.save_for_backward(x if order == 2 else None, batch, count, mean)
-        ctx.order, ctx.comm, ctx.shape, ctx.dtype = order, comm, x.shape, x.dtype
+        count, mean, variance = _merged(x.detach(), batch, size, comm)
+        ctx.save_for_backward(x, batch, count, mean)
+        ctx.comm = comm
         ctx.mark_non_differentiable(count)
         return count, mean, variance
 
     @staticmethod
     def backward(ctx: Any, _: Any, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
         x, batch, count, mean = ctx.saved_tensors
-        if ctx.order == 0:
-            return (None,) * 5
-        sums = torch.stack([of_mean, of_variance][: ctx.order])
+        sums = torch.stack([of_mean, 2 * of_variance])
         sums = _sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
-        result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
-        of_mean, of_variance, mean = (
-            _of_rows(values, ctx.dtype, batch) for values in (sums[0], 2 * sums[-1], mean)
-        )
+        result = torch.empty_like(x, memory_format=torch.contiguous_format)
+        of_mean, of_variance, mean = (_of_rows(t, x.dtype, batch) for t in (*sums, mean))
         for part in _blocks(result):
-            value = _rows(of_mean, batch, part)
-            if ctx.order == 2:
-                centred = x[part] - _rows(mean, batch, part)
-                value = value + centred * _rows(of_variance, batch, part)
-            result[part] = value
-        return result, None, None, None, None
+            centred = x[part] - _rows(mean, batch, part)
+            result[part] = _rows(of_mean, batch, part) + centred * _rows(of_variance, batch, part)
+        return result, None, None, None
 
 
 def _merged(
     x: Tensor,
     batch: Tensor | None,
     size: int,
-    order: int,
     comm: Communicator,
     across: Communicator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers, and over replicas."""
-    count = x.new_zeros(size, 1, dtype=torch.float64)
-    count += x.size(0) if batch is None else batch.bincount(minlength=size).view(-1, 1)
-    kernels = _kernels(x, batch) if order == 2 else None
+    if batch is not None:
+        together = torch.cat([batch.bincount(minlength=size).view(-1, 1), _sums(x, batch, size)], 1)
+        count, total = comm.all_reduce(together, label=_LABEL).split([1, x.size(1)], dim=1)
+        mean = total / count.clamp(min=1)
+        squares = comm.all_reduce(_squares(x, batch, mean), label=_LABEL)
+        return count.squeeze(1), mean, squares / count.clamp(min=1)
+    count = x.new_full((1, 1), x.size(0), dtype=torch.float64)
+    kernels = _kernels(x, batch)
     if kernels is not None:
         mean, squares = kernels.column_moments(x).split(1)
     else:
-        total = _sums(x, batch, size) if order else count[:, :0]
-    if size > 1 and comm.world_size * size * (1 + order * total.size(1)) > _GATHERED:
-        count, total = comm.all_reduce(torch.cat([count, total], dim=1), label=_LABEL).split(
-            [1, total.size(1)], dim=1
-        )
-        whole = count.clamp(min=1)
-        mean = total / whole
-        squares = torch.zeros_like(mean)
-        if order == 2:
-            squares = comm.all_reduce(_squares(x, batch, mean), label=_LABEL)
-        return count.squeeze(1), mean, squares / whole
-    if kernels is None:
-        mean = total / count.clamp(min=1)
-        squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
-    count, mean, squares = _combined(count, mean, squares, order, comm)
-    if across is not None:
-        count, mean, squares = _combined(count, mean, squares, order, across)
+        mean = _sums(x, batch, size) / count.clamp(min=1)
+        squares = _squares(x, batch, mean)
+    for group in (comm, across):
+        if group is not None:
+            count, mean, squares = _combined(count, mean, squares, group)
     return count.squeeze(1), mean, squares / count.clamp(min=1)
 
 
 def _combined(
-    count: Tensor, mean: Tensor, squares: Tensor, order: int, comm: Communicator
+    count: Tensor, mean: Tensor, squares: Tensor, comm: Communicator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns counts, means and sums of squares about these, of all members' together."""
-    mine = torch.cat([count, mean, squares][: 1 + order], dim=1)
-    rows = torch.stack(comm.all_gather(mine, label=_LABEL))
+    """Returns count, mean and sum of squares about it, ``[1, *]``, of all members' together."""
+    rows = torch.stack(comm.all_gather(torch.cat([count, mean, squares], dim=1), label=_LABEL))
     width = mean.size(1)
-    counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + width]
+    counts, means, sums = rows.split([1, width, width], dim=2)
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count.clamp(min=1)
-    if order == 2:
-        apart = counts * (means - mean).square()
-        squares = (rows[:, :, 1 + width :] + apart).sum(0)
-    return count, mean, squares
+    return count, mean, (sums + counts * (means - mean).square()).sum(0)
 
 
 def _sums(x: Tensor, batch: Tensor | None, size: int) -> Tensor:
@@ -391,7 +366,7 @@ class _Normalise(torch.autograd.Function):
         across: Communicator | None,
         track: Callable[[Moments], None] | None,
     ) -> tuple[Tensor, ...]:
-        count, mean, variance = _merged(x.detach(), None, 1, 2, comm, across)
+        count, mean, variance = _merged(x.detach(), None, 1, comm, across)
         if track is not None:
             track(Moments(count, mean, variance))
         inverse = (variance + eps).rsqrt()
@@ -412,7 +387,7 @@ class _Normalise(torch.autograd.Function):
                     f"replicas (replica {ctx.across.rank}): take torch.nn.BatchNorm1d, of each "
                     "replica's own rows"
                 )
-            _, mean, variance = _Moments.apply(x, None, 1, 2, ctx.comm)
+            _, mean, variance = _Moments.apply(x, None, 1, ctx.comm)
             inverse = (variance + ctx.eps).rsqrt()
         total, scaled = _products(gradient, x, mean, None)
         of_weight = None if weight is None else (scaled * inverse).view_as(weight).to(weight.dtype)
