@@ -33,6 +33,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 import jinja2
+from torch._dynamo.utils import dump_compile_times
 from torch_geometric import nn, template
 
 import pyg_sar
@@ -77,9 +78,11 @@ def import_everything() -> None:
     ops.why_missing(), pager.why_missing()  # Loads the libraries.
     # Notes which file each module is of, as registering operators asks of all modules.
     inspect.getmodule(compile("", "no file", "exec"))
-    # A worker's end needn't take out the operators that the modules registered, one by one.
+    # A worker's end needn't take out the operators that the modules registered, one by one, nor
+    # import a package for tables of what PyTorch compiled, which nobody reads: half its time.
     for registered in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         registered.atexit = False
+    atexit.unregister(dump_compile_times)
 
 
 def keep_compiled_templates() -> None:
