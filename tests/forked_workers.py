@@ -6,7 +6,7 @@ for even and one for odd ranks. Each is started when it is first needed, imports
 forks the workers of its ranks for each launch of the session. From there on all is the package's:
 the worker runs ``_worker_main`` on its own pipe, in its own session, and ends with its launch. No
 state goes from one launch to the next: a template only imports, and makes some layers. As with
-workers that start from nothing, the seeds of neighbours' hashes (the order of their sets) differ.
+workers that start from nothing, neighbours' objects have other addresses, so other places in sets.
 
 A launch whose paths or environment aren't those of the templates starts its workers from nothing;
 all do where an import starts a thread.
