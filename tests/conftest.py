@@ -25,7 +25,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import combinations
 import pytest
 import torch
-from forked_workers import Templates, keep_compiled_templates, templates
+from forked_workers import Templates, keep_compiled_templates, seed_what_is_here, templates
 from hosted_workers import hosted_workers, why_not
 from hypothesis import HealthCheck, settings
 from oracle import Partitions, make_graph
@@ -131,6 +131,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
 keep_compiled_templates()
+seed_what_is_here()
 # The processes that tests start compile the package once, not each for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile(

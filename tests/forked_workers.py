@@ -6,7 +6,7 @@ for even and one for odd ranks. Each is started when it is first needed, imports
 forks the workers of its ranks for each launch of the session. From there on all is the package's:
 the worker runs ``_worker_main`` on its own pipe, in its own session, and ends with its launch. No
 state goes from one launch to the next: a template only imports, and makes some layers. As with
-workers that start from nothing, the seeds of neighbours' hashes (the order of their sets) differ.
+workers that start from nothing, neighbours' objects have other addresses, so other places in sets.
 
 A launch whose paths or environment aren't those of the templates starts its workers from nothing;
 all do where an import starts a thread.
@@ -33,6 +33,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 import jinja2
+import torch
+from torch._dynamo.utils import dump_compile_times
 from torch_geometric import nn, template
 
 import pyg_sar
@@ -71,15 +73,18 @@ def import_everything() -> None:
         if not module.name.endswith(NOT_ONCE):
             importlib.import_module(module.name)
     keep_compiled_templates()
+    seed_what_is_here()
     common = (nn.GATConv, nn.GATv2Conv, nn.GCNConv, nn.GraphConv, nn.SAGEConv, nn.TransformerConv)
     for layer in common:
         layer(1, 1)  # PyG writes a module for a class when it first makes a layer of it.
     ops.why_missing(), pager.why_missing()  # Loads the libraries.
     # Notes which file each module is of, as registering operators asks of all modules.
     inspect.getmodule(compile("", "no file", "exec"))
-    # A worker's end needn't take out the operators that the modules registered, one by one.
+    # A worker's end needn't take out the operators that the modules registered, one by one, nor
+    # import a package for tables of what PyTorch compiled, which nobody reads: half its time.
     for registered in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         registered.atexit = False
+    atexit.unregister(dump_compile_times)
 
 
 def keep_compiled_templates() -> None:
@@ -101,13 +106,22 @@ def keep_compiled_templates() -> None:
         environment(os.path.dirname(os.path.realpath(wing.__file__)))
 
 
+def seed_what_is_here() -> None:
+    """Lets ``torch.manual_seed`` leave out the kinds of devices that are not here.
+
+    For each of them it would note the stack of who called it, which takes a millisecond.
+    """
+    for kind in (torch.cuda, torch.mtia, torch.xpu):
+        if not kind.is_available():
+            vars(kind)["manual_seed_all"] = lambda seed: None
+
+
 def serve(descriptor: int) -> None:
     """Forks a worker for each request, until the tests end."""
     import hypothesis  # noqa: F401  # The modules of the tests import these again.
     import numpy
     import oracle  # noqa: F401
     import pytest  # noqa: F401
-    import torch
 
     import_everything()
     os.set_inheritable(descriptor, False)

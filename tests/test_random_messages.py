@@ -1,8 +1,7 @@
 """Random messages over workers: what one process says, or refused by name; never other numbers.
 
-Fifty programs in the ordinary run, the same ones every time, each with one of its two policies;
-two hundred with both with ``--all``, two thousand others with ``make test-random``
-(``--hypothesis-profile thousand``).
+25 programs in the ordinary run, the same ones every time, each with one of its two policies; 200
+with both with ``--all``, 2000 others with ``make test-random`` (``--hypothesis-profile thousand``).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ pytestmark = [
 ]
 ORDINARY = settings.get_current_profile_name() == "pyg_sar"
 COUNT, FIRST = (200, 0) if ORDINARY else (2000, 10_000)
-BATCH = 50
+BATCH = 25
 TOLERANCE = 1e-10
 POLICIES = (
     SARPolicy(mode=1, prefetch=0, message_budget=400),

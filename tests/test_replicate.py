@@ -46,6 +46,7 @@ from pyg_sar.train import (
 SHAPES = [(1, 2), (2, 2), (2, 1), (1, 4), (3, 1)]
 SAMPLES = 6
 LIMIT = 0.02
+EPOCHS, FEW = 9, 4
 
 
 class Net(torch.nn.Module):
@@ -236,8 +237,9 @@ def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_pa
     workers = pyg_sar.launch(train, number, folders(4), runs, **options, **stored)
     assert_trained(workers, 2, samples, runs)
     if number == 4 or everything():
-        expected = by_one_process(samples, 2)
-        for found in pyg_sar.launch(with_trainer, number, folders(4), tmp_path, False, **options):
+        given = number, folders(4), tmp_path, False, FEW
+        expected = by_one_process(samples, 2, FEW)
+        for found in pyg_sar.launch(with_trainer, *given, **options):
             assert_outcome(found, expected)
     worker = number // 2 - 1  # Of the first replica, which hosts part 2.
     place = rf"Rank {worker} \(replica 0, part {worker}\) failed: KeyError: 'in a sample'"
@@ -394,11 +396,13 @@ class Early(Callback):
             trainer.save(self.path)
 
 
-def trainer_of(graphs: list[Data], tests: list[Data], callbacks: Any = ()) -> Trainer:
+def trainer_of(
+    graphs: list[Data], tests: list[Data], callbacks: Any = (), epochs: int = EPOCHS
+) -> Trainer:
     torch.manual_seed(0)
     model: Any = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Normed().double())
     config = TrainConfig(
-        epochs=9, lr=0.1, monitor="recall", schedule="plateau", step_size=1, patience=4
+        epochs=epochs, lr=0.1, monitor="recall", schedule="plateau", step_size=1, patience=4
     )
     options: Any = {"metrics": {"recall": recall}, "evaluate_on": {"test": tests}}
     return Trainer(pyg_sar.distribute(model), graphs, config, callbacks=callbacks, **options)
@@ -412,7 +416,7 @@ def outcome(trainer: Trainer) -> Any:
     return decisions, numbers, state(trainer.model), trainer.optimizer.param_groups[0]["lr"]
 
 
-def with_trainer(roots: list[Path], folder: Path, resume: bool) -> Any:
+def with_trainer(roots: list[Path], folder: Path, resume: bool, epochs: int = EPOCHS) -> Any:
     comm = pyg_sar.comm.current()
     ours = [pyg_sar.load_partition(root) for root in roots[comm.replica :: comm.replicas]]
     graphs, tests = ours[: 4 // comm.replicas], ours[4 // comm.replicas :]
@@ -426,14 +430,14 @@ def with_trainer(roots: list[Path], folder: Path, resume: bool) -> Any:
             file.write(line + "\n")
 
     callbacks = [Early(folder / "early.ckpt"), Report(folder / "report"), LineProgress(write)]
-    return outcome(trainer_of(graphs, tests, callbacks))
+    return outcome(trainer_of(graphs, tests, callbacks, epochs))
 
 
-def by_one_process(samples: list[Data], replicas: int) -> Any:
+def by_one_process(samples: list[Data], replicas: int, epochs: int = EPOCHS) -> Any:
     """The graphs that replicas take in the same step are one; all have as many training nodes."""
     steps = [samples[k : k + replicas] for k in range(0, SAMPLES, replicas)]
     graphs: Any = [Batch.from_data_list(step) for step in steps]
-    return outcome(trainer_of(graphs[: 4 // replicas], graphs[4 // replicas :]))
+    return outcome(trainer_of(graphs[: 4 // replicas], graphs[4 // replicas :], (), epochs))
 
 
 def assert_outcome(found: Any, expected: Any) -> None:

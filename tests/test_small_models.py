@@ -24,7 +24,7 @@ REFUSED = {}
 SHARES: dict[str, tuple[int, ...]] = {
     "2 workers": (),
     "3 workers": (2,),
-    "3 parts": (0, 1, 3, 4, 5),
+    "3 parts": (0, 3, 5),
 }
 """Which twelfths of the models run where; with ``--all`` all of them everywhere."""
 
