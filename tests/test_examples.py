@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tokenize
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 from combinations import everything
+from forked_workers import Templates
 
+from pyg_sar.comm.launch import _Worker
 from pyg_sar.kernels import ops
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -140,27 +143,42 @@ def outputs(cell: dict[str, Any]) -> str:
     return "".join("".join(text) for text in texts)
 
 
-def in_a_kernel(path: Path) -> list[str]:
-    """What the code cells of a notebook give."""
+def in_a_kernel(paths: Sequence[Path]) -> dict[Path, list[str]]:
+    """What the code cells of notebooks give; each runs in a kernel of its own."""
     nbclient = pytest.importorskip("nbclient", reason="the extra 'notebook' is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the extra 'notebook' is not installed")
     pytest.importorskip("ipykernel", reason="the extra 'notebook' is not installed")
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         # The kernel warns about its transport, tqdm about missing widgets.
         patch.setenv("PYTHONWARNINGS", "ignore")
-        notebook = nbformat.read(path, as_version=4)
-        nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
-    return [outputs(c) for c in notebook.cells if c["cell_type"] == "code"]
+        for path in paths:
+            notebook = nbformat.read(path, as_version=4)
+            nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+            found[path] = [outputs(c) for c in notebook.cells if c["cell_type"] == "code"]
+    return found
 
 
-def as_script(path: Path, folder: Path) -> list[str]:
-    """The same, run as a script by this process, whose workers need not import everything anew."""
-    script, printed = folder / f"{path.stem}.py", io.StringIO()
-    script.write_text("\nprint(chr(0), end='')\n".join(map(showing_its_value, codes(path))))
-    with redirect_stdout(printed):
-        runpy.run_path(str(script), run_name="__main__")
-    return printed.getvalue().split("\0")
+def as_scripts(paths: Sequence[Path], folder: Path, forked: Templates) -> dict[Path, list[str]]:
+    """The same, run as scripts by this process, whose workers need not import everything anew.
+
+    Those of which the memory is measured do, as a user's: they host parts.
+    """
+
+    def start(rank: int, common: Mapping[str, str]) -> Any:
+        hosts = "MKL_DISABLE_FAST_MM" in common
+        return (forked.from_nothing if hosts else forked.start)(rank, common)
+
+    found = {}
+    for path in paths:
+        script, printed = folder / f"{path.stem}.py", io.StringIO()
+        script.write_text("\nprint(chr(0), end='')\n".join(map(showing_its_value, codes(path))))
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+            patch.setattr(_Worker, "start", start)
+            runpy.run_path(str(script), run_name="__main__")
+        found[path] = printed.getvalue().split("\0")
+    return found
 
 
 def codes(path: Path) -> list[dict[str, Any]]:
@@ -176,25 +194,29 @@ def showing_its_value(cell: dict[str, Any]) -> str:
     return ast.unparse(tree)
 
 
-def executed(path: Path, folder: Path) -> str:
-    """What the cells of a notebook gave: outputs like those that the file shows.
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory, forked: Templates) -> dict[Path, str]:
+    """What the cells of both notebooks gave: outputs like those that the files show.
 
     With ``--all`` in a kernel. After a change:
     ``PYTHONWARNINGS=ignore jupyter execute --inplace docs/*.ipynb``.
     """
-    texts = in_a_kernel(path) if everything() else as_script(path, folder)
-    for cell, text in zip(codes(path), texts, strict=True):
-        assert shape(text) == shape(outputs(cell)), cell["source"]
-    return "".join(texts)
+    paths = (NOTEBOOK, TUTORIAL) if LIMITS else (NOTEBOOK,)
+    folder = tmp_path_factory.mktemp("notebooks")
+    found = in_a_kernel(paths) if everything() else as_scripts(paths, folder, forked)
+    for path, texts in found.items():
+        for cell, text in zip(codes(path), texts, strict=True):
+            assert shape(text) == shape(outputs(cell)), cell["source"]
+    return {path: "".join(texts) for path, texts in found.items()}
 
 
-def test_notebook_runs_and_gives_the_outputs_it_shows(tmp_path):
-    assert "four workers" in executed(NOTEBOOK, tmp_path)
+def test_notebook_runs_and_gives_the_outputs_it_shows(executed):
+    assert "four workers" in executed[NOTEBOOK]
 
 
 @pytest.mark.skipif(not LIMITS, reason="no C++ kernels, or no Linux, which the store is for")
-def test_tutorial_runs_and_keeps_its_limit_of_memory(tmp_path):
-    text = executed(TUTORIAL, tmp_path)
+def test_tutorial_runs_and_keeps_its_limit_of_memory(executed):
+    text = executed[TUTORIAL]
     without, limit, within = map(int, re.findall(r"(\d+) MiB(?: beyond|:)", text))
     assert within <= limit < without
     assert "ok: the same as one process" in text and "DIFFERS: the input of 'conv'" in text
