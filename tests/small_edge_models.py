@@ -24,6 +24,7 @@ from torch_geometric.utils import (
     add_self_loops,
     coalesce,
     degree,
+    dropout_edge,
     dropout_node,
     get_laplacian,
     scatter,
@@ -50,15 +51,40 @@ def degree_by_bincount(x, data):
     return torch.cat([x[:, 1:], deg.to(x.dtype).log1p().unsqueeze(-1)], dim=1)
 
 
+@between()
+def degree_by_scatter_add(x, data):
+    ones = torch.ones(data.edge_index.size(1), dtype=x.dtype)
+    deg = torch.zeros(x.size(0), dtype=x.dtype).scatter_add_(0, data.edge_index[1], ones)
+    return x / (1 + deg).unsqueeze(-1)
+
+
 @between(lambda: nn.Embedding(40, WIDTH))
 def embedding_of_degrees(x, data, embedding):
     return x + embedding(degree(data.edge_index[1], x.size(0)).long())
+
+
+@between(lambda: gnn.GCNConv(WIDTH, WIDTH))
+def drop_edge_of_pyg(x, data, conv):
+    edge_index, _ = dropout_edge(data.edge_index, p=0.3)
+    return conv(x, edge_index)
+
+
+@between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
+def drop_edge_by_permutation(x, data, conv):
+    keep = torch.randperm(data.edge_index.size(1))[: EDGES // 2]
+    return conv(x, data.edge_index[:, keep])
 
 
 @between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
 def drop_node_of_pyg(x, data, conv):
     edge_index, _, mask = dropout_node(data.edge_index, p=0.3, num_nodes=x.size(0))
     return conv(x * mask.view(-1, 1), edge_index)
+
+
+@between(lambda: gnn.GraphConv(WIDTH, WIDTH))
+def labelled_subgraph(x, data, conv):
+    edge_index, _ = subgraph(data.train_mask, data.edge_index)
+    return conv(x, edge_index)
 
 
 @between(lambda: gnn.GraphConv(WIDTH, WIDTH))
@@ -78,6 +104,12 @@ def undirected(x, data, conv):
 def both_directions(x, data, conv):
     row, col = data.edge_index
     return conv(x, torch.cat([data.edge_index, torch.stack([col, row])], dim=1))
+
+
+@between(lambda: gnn.GraphConv(WIDTH, WIDTH))
+def loops_added_by_hand(x, data, conv):
+    loop = torch.arange(x.size(0)).repeat(2, 1)
+    return conv(x, torch.cat([data.edge_index, loop], dim=1))
 
 
 @between(lambda: nn.ModuleList(gnn.GraphConv(WIDTH, WIDTH) for _ in range(2)))
@@ -152,6 +184,12 @@ def two_hops_by_a_sparse_product(x, data, conv):
 
 
 @between()
+def sums_by_index_add(x, data):
+    row, col = data.edge_index
+    return torch.zeros_like(x).index_add_(0, col, x[row])
+
+
+@between()
 def sums_by_scatter_add(x, data):
     row, col = data.edge_index
     out = torch.zeros(x.size(0), x.size(1), dtype=x.dtype)
@@ -220,6 +258,15 @@ def laplacian_of_edges(x, data, net):
 
 
 @between(linears(3))
+def powers_of_a_sparse_matrix(x, data, nets):
+    adj, out = adjacency(data), nets[0](x)
+    for net in nets[1:]:
+        x = torch.sparse.mm(adj, x)
+        out = out + net(x)
+    return out
+
+
+@between(linears(3))
 def chebyshev_by_hand(x, data, nets):
     edge_index, weight = get_laplacian(data.edge_index, normalization="sym", num_nodes=x.size(0))
     lap = torch.sparse_coo_tensor(edge_index, weight.to(x.dtype), (NODES, NODES))
@@ -251,6 +298,13 @@ def diffusion_in_steps(x, data, rate):
     return x
 
 
+@between()
+def heat_kernel_of_a_dense_matrix(x, data):
+    adj = to_dense_adj(data.edge_index, max_num_nodes=x.size(0))[0].to(x.dtype)
+    lap = torch.diag(adj.sum(1)) - adj
+    return torch.matrix_exp(-0.1 * lap) @ x
+
+
 @between(lambda: nn.Linear(4, WIDTH))
 def laplacian_encodings(x, data, net):
     adj = to_dense_adj(data.edge_index, max_num_nodes=x.size(0))[0].to(x.dtype)
@@ -276,6 +330,15 @@ def random_walk_encodings(x, data, net):
 def dense_layer(x, data, conv):
     adj = to_dense_adj(data.edge_index, max_num_nodes=x.size(0))
     return conv(x.unsqueeze(0), adj.to(x.dtype)).squeeze(0)
+
+
+@between(linear)
+def dense_adjacency_by_hand(x, data, net):
+    adj = torch.zeros(x.size(0), x.size(0), dtype=x.dtype)
+    adj[data.edge_index[1], data.edge_index[0]] = 1.0
+    adj = adj + torch.eye(x.size(0), dtype=x.dtype)
+    deg = adj.sum(1).pow(-0.5)
+    return deg.view(-1, 1) * adj * deg @ net(x)
 
 
 @between()
@@ -353,6 +416,12 @@ def ridge_regression(x, data):
 def low_rank_by_svd(x, data):
     u, s, v = torch.pca_lowrank(data.x, q=3, niter=1)
     return x + (u * s).abs() @ v.abs().t() @ torch.ones(FEATURES, WIDTH, dtype=x.dtype)
+
+
+@between()
+def gaussian_kernel(x, data):
+    kernel = torch.exp(-torch.cdist(x, x).square() / 2)
+    return kernel / kernel.sum(dim=1, keepdim=True) @ x
 
 
 # Blocks of layers #############################################################

@@ -132,6 +132,12 @@ def mlp() -> nn.Sequential:
 # Statistics of all nodes ######################################################
 
 
+@between()
+def pair_norm(x, data):
+    x = x - x.mean(dim=0, keepdim=True)
+    return x / (1e-6 + x.pow(2).sum(dim=1).mean()).sqrt()
+
+
 @between(lambda: nn.ParameterList([torch.ones(WIDTH), torch.zeros(WIDTH)]))
 def batch_norm_by_hand(x, data, affine):
     mean, var = x.mean(0), x.var(0, unbiased=False)
@@ -139,9 +145,20 @@ def batch_norm_by_hand(x, data, affine):
 
 
 @between()
+def instance_norm_by_hand(x, data):
+    return F.instance_norm(x.t().unsqueeze(0)).squeeze(0).t()
+
+
+@between()
 def standardized_by_std_mean(x, data):
     std, mean = torch.std_mean(x, dim=0)
     return (x - mean) / (std + 1e-3)
+
+
+@between()
+def scaled_by_minimum_and_maximum(x, data):
+    low, high = x.min(dim=0).values, x.max(dim=0).values
+    return (x - low) / (high - low + 1e-3)
 
 
 @between()
@@ -232,6 +249,16 @@ def set2set(x, data, readout):
     return x * readout(x, batch)[:, :WIDTH]
 
 
+@between(lambda: gnn.AttentionalAggregation(nn.Linear(WIDTH, 1)))
+def attentional_readout(x, data, readout):
+    return x + readout(x, torch.zeros(x.size(0), dtype=torch.long))
+
+
+@between(lambda: nn.ModuleList([mlp(), mlp()]))
+def deep_sets(x, data, nets):
+    return x + nets[1](nets[0](x).mean(0))
+
+
 @between(linears(2))
 def permutation_equivariant_layer(x, data, net):
     return net[0](x) - net[1](x.max(dim=0, keepdim=True)[0])
@@ -303,6 +330,17 @@ def gps_layer(x, data, layer):
     return layer(x, data.edge_index)
 
 
+@between(
+    lambda: nn.ModuleList([gnn.GINConv(mlp()), linear(), linear(), mlp(), nn.LayerNorm(WIDTH)])
+)
+def gps_block_by_hand(x, data, nets):
+    conv, q, k, net, norm = nets
+    near = conv(x, data.edge_index)
+    far = F.softmax(q(x) @ k(x).T, dim=1) @ x
+    x = norm(x + F.dropout(near, 0.2) + F.dropout(far, 0.2))
+    return x + net(x)
+
+
 @between(lambda: gnn.GPSConv(WIDTH, None, heads=HEADS, attn_type="performer"))
 def gps_layer_with_a_performer(x, data, layer):
     return layer(x, None)
@@ -338,6 +376,13 @@ def transformer_over_views(x, data, layer):
 @between(lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True))
 def transformer_decoder(x, data, layer):
     return layer(x.unsqueeze(0), x[:5].unsqueeze(0)).squeeze(0)
+
+
+@between(linears(2))
+def attention_within_classes(x, data, qk):
+    scores = qk[0](x) @ qk[1](x).t()
+    same = data.y.unsqueeze(0) == data.y.unsqueeze(1)
+    return x + scores.masked_fill(~same, float("-inf")).softmax(-1) @ x
 
 
 @between(linears(2))
@@ -418,6 +463,12 @@ def sort_pooling(x, data, conv):
 
 
 @between()
+def nodes_in_random_order(x, data):
+    perm = torch.randperm(x.size(0))
+    return x + 0.5 * x[perm]
+
+
+@between()
 def random_order_and_back(x, data):
     perm = torch.randperm(x.size(0))
     inverse = torch.empty_like(perm)
@@ -429,6 +480,13 @@ def random_order_and_back(x, data):
 def mixed_with_other_nodes(x, data):
     lam = torch.distributions.Beta(1.0, 1.0).sample().to(x.dtype)
     return lam * x + (1 - lam) * x[torch.randperm(x.size(0))]
+
+
+@between(lambda: nn.Linear(WIDTH, WIDTH))
+def only_labelled_nodes_changed(x, data, net):
+    x = x.clone()
+    x[data.train_mask] = net(x[data.train_mask])
+    return x
 
 
 @between(lambda: nn.Linear(WIDTH, WIDTH))

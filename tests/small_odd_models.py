@@ -27,12 +27,14 @@ from torch_geometric import nn as gnn
 from torch_geometric import transforms as T
 from torch_geometric.data import Data
 from torch_geometric.utils import (
+    add_random_edge,
     homophily,
     is_undirected,
     k_hop_subgraph,
     mask_feature,
     remove_self_loops,
     scatter,
+    shuffle_node,
     spmm,
     to_dense_batch,
     to_networkx,
@@ -232,6 +234,13 @@ def drawn_by_numpy(x, data):
 
 
 @between()
+def drawn_by_weights(x, data):
+    weight = torch.bincount(data.edge_index[1], minlength=NODES).to(x.dtype)
+    ids = torch.multinomial(weight, 10)
+    return x + x[ids].mean(0)
+
+
+@between()
 def normal_of_means(x, data):
     return torch.normal(x, 0.1 + x.abs()) * 0.5 + x
 
@@ -249,15 +258,32 @@ def relaxed_bernoulli(x, data, net):
 
 
 @between()
+def dirichlet_mixture(x, data):
+    w = torch.distributions.Dirichlet(torch.ones(3, dtype=x.dtype)).sample()
+    return w[0] * x + w[1] * x.tanh() + w[2] * x.mean(0)
+
+
+@between()
 def gammas_and_betas(x, data):
     shape = x.exp() + 0.1
     beta = torch.distributions.Beta(shape, shape.mean(0)).rsample()
     return torch.distributions.Gamma(shape, 1.0).rsample() + beta
 
 
+@between(lambda: gnn.SAGEConv(WIDTH, WIDTH))
+def edges_added_at_random(x, data, conv):
+    edge_index, _ = add_random_edge(data.edge_index, p=0.2, num_nodes=NODES)
+    return conv(x, edge_index)
+
+
 @between()
 def features_masked_of_pyg(x, data):
     return mask_feature(x, 0.3)[0] + mask_feature(x, 0.3, mode="all")[0]
+
+
+@between()
+def nodes_shuffled_of_pyg(x, data):
+    return x + shuffle_node(x)[0]
 
 
 # Modules of torch #############################################################

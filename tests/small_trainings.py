@@ -109,6 +109,15 @@ def bootstrapped_with_a_moving_average(data, ready):
 
 
 @loss_of()
+def barlow_twins(z, data):
+    other = z + 0.1 * torch.randn_like(z)
+    z, other = (z - z.mean(0)) / z.std(0), (other - other.mean(0)) / other.std(0)
+    c = z.t() @ other / z.size(0)
+    on = (c.diagonal() - 1).pow(2).sum()
+    return on + 0.01 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
+
+
+@loss_of()
 def variance_and_covariance(z, data):
     std = torch.sqrt(z.var(dim=0) + 1e-4)
     cov = torch.cov(z.T)
@@ -250,6 +259,19 @@ def entropy_and_divergence(out, data):
 
 
 @loss_of(out=CLASSES)
+def labels_mixed(out, data):
+    perm = torch.randperm(NODES)
+    return 0.7 * F.cross_entropy(out, data.y) + 0.3 * F.cross_entropy(out, data.y[perm])
+
+
+@loss_of(out=CLASSES)
+def soft_f1_score(out, data):
+    p, target = out.softmax(-1), F.one_hot(data.y, CLASSES).to(out.dtype)
+    hit = (p * target).sum(0)
+    return (1 - 2 * hit / (p.sum(0) + target.sum(0))).mean()
+
+
+@loss_of(out=CLASSES)
 def margins_of_many_classes(out, data):
     return F.multi_margin_loss(out, data.y)
 
@@ -282,6 +304,14 @@ def prototypes_of_few_shots(z, data):
     known = torch.stack([z[data.train_mask & (data.y == c)].mean(0) for c in range(CLASSES)])
     rest = ~data.train_mask
     return F.cross_entropy(-torch.cdist(z[rest], known), data.y[rest])
+
+
+@loss_of()
+def center_loss(z, data):
+    centres = torch.zeros(CLASSES, WIDTH, dtype=z.dtype)
+    for c in range(CLASSES):
+        centres[c] = z[data.y == c].mean(0).detach()
+    return (z - centres[data.y]).square().sum(-1).mean()
 
 
 @loss_of()
