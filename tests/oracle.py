@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,23 +53,22 @@ MODES = (
 )
 
 
-def out_of_sight(value: Any) -> Any:
-    """An object that holds a value so deep that its changes don't have a message looked at anew."""
-    for _ in range(4):
-        value = SimpleNamespace(held=value)
-    return value
+class OutOfSight:
+    """Holds a value whose changes don't have a message looked at anew: this package's are not."""
+
+    __module__ = "pyg_sar"
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
 
 class Messages(threading.local):
     """How many rows the messages of this worker had, beside the layers: these may not keep it."""
 
-    def __init__(self) -> None:
-        self._rows = out_of_sight([])
+    __module__ = "pyg_sar"
 
-    @property
-    def rows(self) -> list[int]:
-        found: list[int] = self._rows.held.held.held.held
-        return found
+    def __init__(self) -> None:
+        self.rows: list[int] = []
 
 
 MESSAGES = Messages()

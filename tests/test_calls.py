@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmark_scripts import benchmark
-from oracle import Partitions, make_graph, workers
+from oracle import OutOfSight, Partitions, make_graph, workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.nn import MaxAggregation, SAGEConv
@@ -78,23 +77,23 @@ def test_layers_that_draw_nothing_are_known() -> None:
 
 
 class Counting(gnn.MessagePassing):
-    """Hands the edges of each run of its message, which draws for them, to a function."""
+    """Notes the edges of each run of its message, which draws for them."""
 
-    def __init__(self, dropout: float, ran: Callable[[int], None]) -> None:
+    def __init__(self, dropout: float, runs: list[int]) -> None:
         super().__init__()
-        self.dropout, self.ran = dropout, ran
+        self.dropout, self.runs = dropout, OutOfSight(runs)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        self.ran(x_j.size(0))
+        self.runs.held.append(x_j.size(0))
         return F.dropout(torch.tanh(x_i * x_j), self.dropout, self.training)
 
 
 def counted(root: Path, dropout: float) -> list[list[int]]:
     runs: list[int] = []
-    layer = pyg_sar.distribute(Counting(dropout, runs.append))
+    layer = pyg_sar.distribute(Counting(dropout, runs))
     data = pyg_sar.load_partition(root)
     found = []
     for _ in range(2):
@@ -140,7 +139,7 @@ def modes_entered(root: Path) -> list[int]:
     """How often draws are watched for, in the first call and in a later one, both ways."""
     data, calls = pyg_sar.load_partition(root), benchmark("calls")
     policy = pyg_sar.SARPolicy(message_budget=2000)  # many tiles
-    layer = pyg_sar.distribute(Quiet(0.0, int), policy)
+    layer = pyg_sar.distribute(Quiet(0.0, []), policy)
     found = []
     for _ in range(2):
         x = data.x.clone().requires_grad_()

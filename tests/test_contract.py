@@ -28,6 +28,7 @@ from oracle import (
     OUT,
     TOLERANCE,
     Job,
+    OutOfSight,
     Partitions,
     Sweep,
     apart,
@@ -35,7 +36,6 @@ from oracle import (
     hosted,
     make_graph,
     node_losses,
-    out_of_sight,
     parts,
     set_policy,
     whole,
@@ -386,7 +386,7 @@ class Watch:
     """
 
     def __init__(self, layer: MessagePassing) -> None:
-        self._state = out_of_sight(SimpleNamespace(refs=[], numbers=[0, 0, 0]))
+        self._state = OutOfSight(SimpleNamespace(refs=[], numbers=[0, 0, 0]))
         kind: Any = type(layer)
 
         @wraps(kind.message)
@@ -403,7 +403,7 @@ class Watch:
 
     @property
     def state(self) -> Any:
-        return self._state.held.held.held.held
+        return self._state.held
 
     @property
     def found(self) -> list[int]:

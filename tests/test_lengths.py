@@ -209,3 +209,34 @@ def test_lengths_alone_need_no_whole_graph(root: Path) -> None:
             pyg_sar.distribute(made(name))(data.x, data.edge_index)
 
     workers(worker, 2)
+
+
+BEYOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "quotient": lambda x: x.tanh() if x.size(0) // 4500 else x,
+    "range": lambda x: x.tanh() if 4500 in range(x.size(0)) else x,
+    "list": lambda x: x.tanh() if len([0] * x.size(0)) > 4500 else x,
+    "bits": lambda x: x.tanh() if x.size(0) >> 12 else x,
+    "text": lambda x: x.tanh() if str(x.size(0)) > "45" else x,
+    "table": lambda x: x.tanh() if x.size(0) in frozenset(range(4500, 20000)) else x,
+    "bytes": lambda x: x.tanh() if x.nbytes > 4500 * CHANNELS * 8 else x,
+}
+
+
+def beyond(name: str, data: Any) -> list[Any]:
+    torch.manual_seed(0)
+    layer: Any = Layer(BEYOND[name]).double()
+    layer = layer if type(data.x) is Tensor else pyg_sar.distribute(layer)
+    return [whole(layer(data.x, data.edge_index).detach())]
+
+
+def all_beyond(root: Path) -> list[list[Any]]:
+    data = pyg_sar.load_partition(root)
+    return [beyond(name, data) for name in BEYOND]
+
+
+def test_numbers_beyond_thousands_of_edges(tmp_path: Path) -> None:
+    """A worker has about 3,000 of the 9,000 edges."""
+    data = make_graph(num_nodes=900, num_edges=9000)
+    for every in workers(all_beyond, 3, Partitions(tmp_path)(data, 3, "random")):
+        for name, found in zip(BEYOND, every, strict=True):
+            assert error(found[0], beyond(name, data)[0]) <= 1e-10, name

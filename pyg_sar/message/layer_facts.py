@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -100,7 +100,10 @@ def function_of(value: Any) -> FunctionType | None:
     """Returns the function of a method, a property or a partial; ``None`` for all else."""
     while isinstance(value, partial):
         value = value.func
-    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, MethodType | classmethod | staticmethod):
+        value = value.__func__
     return value if isinstance(value, FunctionType) else None
 
 

@@ -499,8 +499,9 @@ def as_mixed(labels: Tensor) -> Tensor:
 
 
 _SHAPE = getattr(Tensor, "shape").__get__  # noqa: B009
+_BYTES = getattr(Tensor, "nbytes").__get__  # noqa: B009
 _LENGTHS = frozenset(
-    [Tensor.size, _SHAPE, Tensor.__len__, Tensor.numel, Tensor.nelement, torch.numel]
+    [Tensor.size, _SHAPE, Tensor.__len__, Tensor.numel, Tensor.nelement, torch.numel, _BYTES]
 )
 
 
@@ -524,6 +525,14 @@ def _computes(name: str) -> Callable[..., Any]:
     return compute
 
 
+def _tells(name: str) -> Callable[..., Any]:
+    def tell(self: Count, *given: Any) -> Any:
+        self.trace.causes.setdefault("branches", name)
+        return getattr(int, name)(self, *given)
+
+    return tell
+
+
 class Count(int):
     """A number of edges or nodes, which notes what Python makes of it: ``x_j.size(0) > 200``.
 
@@ -539,7 +548,6 @@ class Count(int):
         out.trace = trace
         return out
 
-    __hash__ = int.__hash__
     __lt__, __le__ = _compares("__lt__"), _compares("__le__")
     __gt__, __ge__ = _compares("__gt__"), _compares("__ge__")
     __eq__, __ne__ = _compares("__eq__"), _compares("__ne__")
@@ -550,6 +558,11 @@ class Count(int):
     __truediv__, __rtruediv__ = _computes("__truediv__"), _computes("__rtruediv__")
     __neg__, __float__, __int__ = _computes("__neg__"), _computes("__float__"), _computes("__int__")
     __pow__, __mod__ = _computes("__pow__"), _computes("__mod__")
+    __and__, __or__, __xor__ = _tells("__and__"), _tells("__or__"), _tells("__xor__")
+    __lshift__, __rshift__ = _tells("__lshift__"), _tells("__rshift__")
+    __rpow__, __divmod__ = _tells("__rpow__"), _tells("__divmod__")
+    __str__, __repr__, __format__ = _tells("__str__"), _tells("__repr__"), _tells("__format__")
+    __hash__, bit_length = _tells("__hash__"), _tells("bit_length")
 
 
 class WholeGraphError(Exception):

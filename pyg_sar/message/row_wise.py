@@ -23,6 +23,7 @@ from pyg_sar.errors import PygSarError
 from pyg_sar.message.decompose import EDGES, NOT_KNOWN, TARGETS, AggregateCheck, alike, is_known
 from pyg_sar.message.dependence import Observation, without_statistics
 from pyg_sar.message.layer_state import Changes, Snapshot, preserved_attributes
+from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
 from pyg_sar.message.row_modules import has_own, holds_foreign_module, update_asks_for_edges
@@ -36,6 +37,7 @@ _ALWAYS = frozenset({"python", "generator", "places", "branches"})
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
 _MANY = 1009  # targets of a run that shows lengths: no layer has as many columns
 _MANY_EDGES = 3001  # of a run by whose values it is seen what larger numbers decide
+_MANY_BYTES = 1 << 26  # of the rows of a run with more
 _OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
 _BEFORE = 11  # edges of a second run before those of the first: what few periods divide
 _REMEDIES = {  # The first says most.
@@ -75,6 +77,14 @@ _REMEDIES = {  # The first says most.
     "nodes": (
         "reads rows of a tensor of the whole graph (by '{}') that is not among its arguments: pass "
         "it to propagate() and take it as an '_i' or '_j' argument"
+    ),
+    "takes": (
+        "may take the next of a {} each time that it runs, and it runs for some edges at a time: "
+        "take it in forward(), and pass it to propagate()"
+    ),
+    "changes": (
+        "changes '{}', which is no attribute of the layer, each time that it runs, and it runs for "
+        "some edges at a time: change it in forward()"
     ),
     "gradients": (
         "mixes the gradients of different targets' edges (in a hook, or a backward() of its own), "
@@ -167,7 +177,17 @@ class RowCheck:
         self.seen: Observation | None = None
 
     def found(self) -> RowWise:
-        """Returns what the message does, and leaves the layer as it was."""
+        """Returns what the message does, and leaves the layer, and what is outside, as it was."""
+        outside = outside_of(self.layer)
+        if outside.takes:
+            return RowWise(f"its message {_REMEDIES['takes'].format(outside.takes)}")
+        with outside.kept() as changed:
+            found = self._tried()
+        if changed:
+            return RowWise(f"its message {_REMEDIES['changes'].format(changed[0])}")
+        return found
+
+    def _tried(self) -> RowWise:
         try:
             return self._found()
         except WholeGraphError as problem:
@@ -418,7 +438,10 @@ class RowCheck:
         """
         if not self._has_own_code():
             return True
-        many = replace(large, edges=_MANY_EDGES, before=_MANY_EDGES // 2)
+        largest = outside_of(self.layer).largest  # number by which its code may tell edges apart
+        edges = max(_MANY_EDGES, 2 * (largest + large.edges) + 1)
+        edges = edges if edges * self.program.row_bytes() < _MANY_BYTES else _MANY_EDGES
+        many = replace(large, edges=edges, before=edges // 2)
         try:
             third = self._run(many, numbers, first.trace, watched=False)
         except (RuntimeError, IndexError, AssertionError, ValueError):

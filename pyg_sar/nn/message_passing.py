@@ -297,15 +297,16 @@ class DistMessagePassing(MessagePassing):
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
         switches.append(torch.get_default_dtype())
         facts = self.__dict__.get("_facts") or facts_of(self)
-        if facts.outside is None:
-            facts.outside = outside_of(self)
-        if facts.outside.places:
-            switches.append(facts.outside.state())
-        if facts.asks or facts.outside.unknown:  # Then no key tells what the message does.
+        outside, modules = facts.outside, [*self.modules()]
+        if outside is None or outside.modules != modules:
+            outside = outside_of(self)
+        if facts.asks or outside.unknown:  # Then no key tells what the message does.
             switches.append(Itself(object()))
+        elif outside.places:
+            switches.append(outside.state())
         many = len(facts.steady) + len(facts.choices) >= _MANY_CHOICES
         wanted = _FLAGS if many else _SWITCHES
-        for module in self.modules():
+        for module in modules:
             switches.append(type(module))
             for name, value in module.__dict__.items():
                 if isinstance(value, wanted) and name[0] != "_":
