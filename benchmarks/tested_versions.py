@@ -43,7 +43,7 @@ VERSIONS = (
     "'yes' if ops.built else 'no')"
 )
 HEADER = "| Python | PyTorch | PyG | kernels | tests |\n|---|---|---|---|---|"
-PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+QUIET = ("--disable-pip-version-check", "--quiet")
 
 
 class StepError(Exception):
@@ -73,7 +73,7 @@ def build(folder: Path) -> tuple[Path, Path]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, source / name)
     options = "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder)
-    done(sys.executable, *PIP, "wheel", *options, str(source), folder=folder)
+    done(sys.executable, "-m", "pip", "wheel", *QUIET, *options, str(source), folder=folder)
     for name in ("pyg_sar", "build"):
         shutil.rmtree(source / name, ignore_errors=True)
     return next(folder.glob("*.whl")), source
@@ -104,7 +104,8 @@ class Environment:
             name if wish == "newest" else f"{name}=={wish}"
             for name, wish in (("torch", torch), ("torch-geometric", pyg))
         ]
-        done(self.python, *PIP, "install", *wanted, f"{self.wheel}[test]", folder=self.source)
+        wanted.append(f"{self.wheel}[test]")
+        done(self.python, "-m", "pip", "install", *QUIET, *wanted, folder=self.source)
         return done(self.python, "-c", VERSIONS, folder=self.source).split()
 
     def test(self, tests: list[str]) -> str:
