@@ -59,8 +59,8 @@ test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand ra
 coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/what-runs.md
 	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/what-runs.md $(PYTEST_ARGS)
 
-test-versions: ## Try the oldest and the newest PyTorch and PyG with each Python at hand (gigabytes)
-	$(PYTHON) benchmarks/tested_versions.py --out docs/versions.md
+test-versions: $(STAMPS)/core ## Try the oldest and the newest PyTorch and PyG with each Python at hand (gigabytes)
+	$(BIN)/python benchmarks/tested_versions.py --out docs/versions.md
 
 nightly: test-full test-hosted test-random test-versions ## Run all that takes too long for each change (hours)
 

@@ -72,25 +72,23 @@ def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> l
 
 def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None:
     """Draws errors and accuracies against bytes."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 7), sharex=True)
-    for name, share, error, accuracy, spread in rows:
-        stale = "every" in name
-        style = {"color": "tab:orange" if stale else "tab:blue", "marker": "s" if stale else "o"}
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for number, (name, share, error, accuracy, spread) in enumerate(rows):
+        style = {"color": f"C{number}", "marker": "s" if "every" in name else "o"}
         if error > 0:
             above.loglog(share, error, **style)
-            above.annotate(name, (share, error), xytext=(5, 4), textcoords="offset points")
-        below.errorbar(share, accuracy, spread, capsize=3, **style)
-        place = (5, -12 if stale else 4)
-        below.annotate(name, (share, accuracy), xytext=place, textcoords="offset points")
+        below.errorbar(share, accuracy, spread, capsize=3, label=name, linestyle="", **style)
+    figure.legend(*below.get_legend_handles_labels(), loc="outside right upper", title="policy")
     above.set_ylabel("error of the gradients, relative")
     below.set_ylabel("test accuracy, %")
-    below.set_xlabel("bytes of the training steps, of the exact ones")
-    figure.tight_layout()
+    below.set_xlabel("bytes of the training steps, as a share of the exact ones")
+    least = min(share for _, share, *_ in rows)
+    ticks = [share for share in (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1) if share >= 0.9 * least]
+    below.set_xticks(ticks, [f"{share:g}" for share in ticks])
+    below.set_xticks([], minor=True)
     figure.savefig(path, dpi=110)
 
 

@@ -273,6 +273,7 @@ def plot(found: Found, path: Path) -> None:
                 axes.plot(counts, ideal, color="black", linestyle="--", label="1/W")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_title(f"{panel[0]}, {panel[1]} parts")
         axes.set_xlabel("workers W")
         axes.set_ylabel("peak memory per worker (MiB)")
