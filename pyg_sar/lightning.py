@@ -143,9 +143,12 @@ class SARStrategy(ParallelStrategy):
 
     def _of_replicas(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Returns a metric's state in each replica, or all replicas' rows of one."""
+        across = self.comm.across
+        if across is None:
+            return [state]
         if isinstance(state, NodeTensor):
             return [over_replicas(state, self.comm)]
-        found = every_rows(torch.atleast_1d(state), self.comm.across)
+        found = every_rows(torch.atleast_1d(state), across)
         return found if state.dim() else [one[0] for one in found]
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
