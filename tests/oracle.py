@@ -61,6 +61,9 @@ class OutOfSight:
     def __init__(self, held: Any) -> None:
         self.held = held
 
+    def __call__(self) -> Any:
+        return self.held
+
 
 class Messages(threading.local):
     """How many rows the messages of this worker had, beside the layers: these may not keep it."""

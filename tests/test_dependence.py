@@ -25,6 +25,7 @@ from oracle import (
     MODES,
     OUT,
     Job,
+    OutOfSight,
     Partitions,
     Sweep,
     apart,
@@ -167,9 +168,9 @@ CASES: list[tuple[str, Fn, str, bool, bool]] = [
 ]
 
 
-def counting(fn: Callable[..., Tensor], note: Callable[[int], None]) -> Callable[..., Tensor]:
+def counting(fn: Callable[..., Tensor], calls: OutOfSight) -> Callable[..., Tensor]:
     def counted(*given: Any) -> Tensor:
-        note(0)
+        calls.held.append(0)
         return fn(*given)
 
     return counted
@@ -181,17 +182,17 @@ def counts(root: Path, pairs: list[tuple[MessagePassing, SARPolicy]]) -> list[di
     halo = data.edge_index.to_local().plan.num_halo * CHANNELS * BYTES
     found = []
     for layer, policy in pairs:
-        layer, calls = copy.deepcopy(layer), []
-        layer.fn = counting(layer.fn, calls.append)
+        layer, calls = copy.deepcopy(layer), OutOfSight([])
+        layer.fn = counting(layer.fn, calls)
         layer = pyg_sar.distribute(layer, replace(policy, kernels="off"))  # They run no message.
         backward_calls = 0
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             for _ in range(2):
                 x = data.x.clone().requires_grad_()
                 out = layer(x, data.edge_index, data.edge_weight, data.edge_attr)
-                before = len(calls)
+                before = len(calls.held)
                 node_losses(out).mean().backward()
-                backward_calls += len(calls) - before
+                backward_calls += len(calls.held) - before
         found.append(
             {
                 "refetches": ledger.received_bytes(kind="refetch") / (2 * halo),

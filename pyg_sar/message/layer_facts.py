@@ -71,7 +71,8 @@ def home_of(function: Any) -> str:
     ``__module__`` would tell another one: ``functools.wraps`` copies it.
     """
     if isinstance(function, type):
-        return function.__module__.partition(".")[0]
+        module: Any = function.__module__  # of a class of C's own kind a descriptor
+        return module.partition(".")[0] if isinstance(module, str) else "builtins"
     function = getattr(function, "__func__", function)
     if isinstance(function, partial) and home_of(function.func) == "pyg_sar":
         return "pyg_sar"

@@ -312,7 +312,7 @@ class _Walk:
                     self._note(own, name, watched=type(own[name]) not in (float, torch.dtype))
 
     def _look_at_class(self, kind: type) -> None:
-        self.unknown |= kind.__module__.partition(".")[0] in _TELL - {"datetime", "pathlib"}
+        self.unknown |= home_of(kind) in _TELL - {"datetime", "pathlib"}
         self.waiting.append(type(kind))
         place = _Of(kind)
         for base in filter(is_users, kind.__mro__):
@@ -322,7 +322,7 @@ class _Walk:
                     self._note(place, name)
 
     def _look_at_object(self, value: Any, kind: type) -> None:
-        home, users = kind.__module__.partition(".")[0], is_users(kind)
+        home, users = home_of(kind), is_users(kind)
         if users:
             self.waiting.append(kind)
         elif issubclass(kind, (*_GENERATORS, Iterator)) and not issubclass(kind, IOBase):
@@ -448,7 +448,7 @@ def _parts_of(value: Any, kind: Any) -> list[Any] | None:
     """Returns what a value holds, without asking code of the user's; ``None``: nothing is seen."""
     if issubclass(kind, (*_THEMSELVES, CodeType, Tensor, np.ndarray)):
         return None
-    if kind.__module__.startswith("pyg_sar"):  # None of these is for messages.
+    if home_of(kind) == "pyg_sar":  # None of these is for messages.
         return None
     parts: list[Any] = []
     if issubclass(kind, dict | MappingProxyType):

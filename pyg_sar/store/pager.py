@@ -218,7 +218,7 @@ class Pager:
         if (reason := why_missing()) is not None:
             raise StoreError(
                 f"tensors can't be moved out without pyg_sar's C++ pager: {reason}. Install it "
-                "again beside this PyTorch, with a C++ compiler at hand"
+                "beside this PyTorch, with a C++ compiler at hand"
             )
         self.arenas = arenas
         self._budget = budget
