@@ -200,7 +200,7 @@ def test_no_write_is_lost_while_regions_move(tmp_path):
 
 
 def test_threads_allocate_and_free_at_once(tmp_path):
-    with opened(tmp_path, 4 * MB) as pager:
+    with opened(tmp_path, 8 * MB) as pager:  # What four operators need at once fits.
 
         def work(i: int) -> None:
             pager.enter(i % 3)
@@ -219,7 +219,7 @@ def test_threads_allocate_and_free_at_once(tmp_path):
         counters = pager.counters()
         assert counters.regions == 0 and counters.stored_bytes == 0
         # What a thread reads while the others hold all the rest comes in all the same.
-        assert counters.peak_resident_bytes <= 4 * MB + counters.overrun_bytes
+        assert counters.peak_resident_bytes <= 8 * MB + counters.overrun_bytes
 
 
 # Budget #######################################################################

@@ -196,7 +196,8 @@ def init(
             print(comm.rank, comm.world_size, comm.device)
 
     Joins the process group of :mod:`torch.distributed` where there is one, as Ray Train has it.
-    Else it reads the variables of torchrun, ``srun`` or ``mpirun``. Without any, this process is
+    Else it reads the variables of torchrun, ``srun`` or ``mpirun``, and leaves no default group:
+    ``torch.distributed.is_initialized()`` is false, as in one process. Without any, this process is
     the only worker.
 
     Workers of one host read each other's rows through shared memory, and use the backend for
