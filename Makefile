@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 # The pager and extras are built against the PyTorch that is installed, not against another one.
-# Of 8,600 files a third is ever imported: those are compiled to bytecode when they are, and kept.
+# Most files that pip installs are never imported: bytecode is made, and kept, of those that are.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 # Extras alone: the kernels are built by the first installation.
