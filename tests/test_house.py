@@ -516,3 +516,14 @@ def test_nothing_switches_pytorch_for_all_threads():
 def test_no_file_of_the_kernels_is_long():
     files = [*REPOSITORY.glob("extensions/*.cpp"), *REPOSITORY.glob("extensions/*.h")]
     assert [path.name for path in files if len(path.read_text().splitlines()) > 400] == []
+
+
+def test_documents_show_all_pictures():
+    """What a script has left is no part of the project."""
+    done = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a checkout of git")
+    files = [Path(name) for name in done.stdout.splitlines()]
+    texts = [(REPOSITORY / path).read_text() for path in files if path.suffix in (".md", ".ipynb")]
+    pictures = [path for path in files if path.suffix in (".jpg", ".pdf", ".png", ".svg")]
+    assert [path for path in pictures if not any(path.name in text for text in texts)] == []
