@@ -271,6 +271,32 @@ def test_no_sum_waits_for_rows(small, tmp_path, monkeypatch):
     assert found[0] == (0, 0)
 
 
+def moved_by_a_step(root: str) -> tuple[float, float]:
+    """What a layer's step reads and writes, in sizes of its rows."""
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(SAGEConv(8 * FEATURES, CLASSES).double())
+    x = data.x.repeat(1, 8).requires_grad_()
+    moved = []
+    for _ in range(2):  # The first makes the plans.
+        x.grad = None
+        current().barrier()
+        moved.append(counters())
+        out = layer(x, data.edge_index)
+        out.backward(torch.ones_like(out))
+        current().barrier()
+        moved.append(counters())
+    size = x.numel() * x.element_size()
+    return tuple((moved[3][k] - moved[2][k]) / size for k in ("bytes_read", "bytes_written"))
+
+
+def test_own_rows_are_read_once_in_each_pass(small, tmp_path, monkeypatch):
+    """Those that a layer maps and adds to its sums, with which their gradient is made."""
+    everything_waits(monkeypatch)
+    read, written = pyg_sar.run(moved_by_a_step, small, parts=8, memory=200 * MB, store=tmp_path)[0]
+    assert read < 3
+    assert written < 1.5
+
+
 def rooms_of_rows(root: str, rooms: list[int]) -> list[int]:
     """Bytes for which room was made in a pass over published rows, when the first part has them."""
     data = pyg_sar.load_partition(root)

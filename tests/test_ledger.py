@@ -525,6 +525,34 @@ def test_layers_that_normalise_alike_share_it(root: Path):
     assert workers(worker, WORLD) == [(2, 0, 0)] * WORLD
 
 
+LOOPS: dict[str, Callable[[], MessagePassing]] = {
+    "GAT": lambda: gnn.GATConv(CHANNELS, OUT),
+    "GATv2": lambda: gnn.GATv2Conv(CHANNELS, OUT),
+    "AGNN": lambda: gnn.AGNNConv(),
+    "Cluster": lambda: gnn.ClusterGCNConv(CHANNELS, OUT),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_edges_with_loops_are_the_same_on_all_workers(name: str, graph: Data, root: Path):
+    """Nobody asks whether the others have made what hangs on them."""
+
+    def worker() -> tuple[Tensor, int]:
+        data = pyg_sar.load_partition(root)
+        torch.manual_seed(0)
+        layer = pyg_sar.distribute(LOOPS[name]().double())
+        layer(data.x, data.edge_index)
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+            out = layer(data.x, data.edge_index)
+        return out.full_tensor(), ledger.received_bytes(kind="agreement")
+
+    torch.manual_seed(0)
+    expected = LOOPS[name]().double()(graph.x, graph.edge_index)
+    for out, agreed in workers(worker, WORLD):
+        assert torch.allclose(out, expected, rtol=1e-10, atol=1e-12)
+        assert agreed == 0
+
+
 def test_layers_that_normalise_in_another_way_share_nothing(root: Path):
     """EGConv, whose aggregators say whether it weights edges."""
 

@@ -198,7 +198,7 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
             edge_index = inner(edge_index, self._source_row())
-        if edge_index.by_content and "_cached_edge_index" in self.__dict__:
+        if not edge_index.kept and "_cached_edge_index" in self.__dict__:
             edge_index = as_kept(self, edge_index)
         return self._propagate(edge_index, size, kwargs)
 

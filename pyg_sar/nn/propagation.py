@@ -392,9 +392,9 @@ def kept_normalisation(
 def as_kept(layer: Any, edge_index: DistEdgeIndex) -> DistEdgeIndex:
     """Returns edges that a layer has just kept (``cached=True``), as a list that only it finds.
 
-    Selected edges are found by their content, so that workers ask each other whether they mean the
-    same list (see [Note: made together]). Kept ones are one list on all workers, and so are their
-    weights: nobody asks in later passes.
+    Selected edges may be found by their content, so that workers ask each other whether they mean
+    the same list (see [Note: made together]). Kept ones are one list on all workers, and so are
+    their weights: nobody asks in later passes.
     """
     kept = layer._cached_edge_index
     found = isinstance(kept, tuple) and kept[0] is edge_index and edge_index.partial is None
@@ -404,6 +404,7 @@ def as_kept(layer: Any, edge_index: DistEdgeIndex) -> DistEdgeIndex:
         own = dist_edge_index(
             edge_index, edge_index.plan, edge_index.dist_row, edge_index.targets
         ).ordered(edge_index.places)
+    own.kept = True
     for weight in kept[1:]:
         if isinstance(weight, Tensor):
             weight.kept_by_all = True  # type: ignore[attr-defined]

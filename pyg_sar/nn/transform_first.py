@@ -152,16 +152,25 @@ class _Product:
 
     ``out`` is what :class:`_Ahead` gave: a sum, or a product of one, that the layer alone holds.
 
+    [Note: own rows of waiting parts] Where parts wait in a store, rows that are read, or gradients
+    that are made, before a wait and after it go to the file and come back. There the product is
+    taken with that of the sources, before the sums. Its backward pass then comes after theirs: of
+    what autograd may do next it does first what was recorded last.
+
     Attributes:
         linear: The map, without a bias.
+        taken: Rows whose product was taken before the sums, and this; or nothing.
         rows: ``[N, F]``.
     """
 
     linear: Any
+    taken: list[Tensor]
     rows: Tensor
 
     def __radd__(self, out: Tensor) -> Tensor:
         rows, weight = self.rows, self.linear.weight
+        if self.taken and self.taken[0] is rows:
+            return out.add_(self.taken[1])
         # Autocast gives ``out`` another dtype.
         dense = rows.layout == torch.strided and rows.dim() == 2
         if dense and rows.dtype == out.dtype == weight.dtype:
@@ -186,14 +195,23 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
             return []
         maps = [_Ahead(layer, linear) for linear in linears]
         turns, propagate = iter(maps), layer.propagate
-
-        def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
-            return propagate(edge_index, *args, x=next(turns).rows(x), **kwargs)
-
         ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
         root: Any = None if own is None else getattr(layer, own, None)
-        if root not in linears and is_plain_module(root, *_LINEAR) and root.bias is None:
-            ahead.append((root, "forward", partial(_Product, root)))
+        adds = root not in linears and is_plain_module(root, *_LINEAR) and root.bias is None
+        taken: list[Tensor] = []
+        if adds:
+            ahead.append((root, "forward", partial(_Product, root, taken)))
+
+        def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
+            sources, host = next(turns), edge_index.plan.comm.host
+            rows = sources.rows(x)
+            # See [Note: own rows of waiting parts].
+            if adds and sources.done and host is not None and host.store is not None:
+                targets = x[1] if isinstance(x, tuple) else x
+                if isinstance(targets, Tensor) and targets.layout == torch.strided:
+                    taken[:] = targets, F.linear(targets, root.weight)
+            return propagate(edge_index, *args, x=rows, **kwargs)
+
         return [(layer, "propagate", mapped), *ahead]
 
     return way

@@ -146,6 +146,7 @@ class InSpace(Tensor):
 
     plan: HaloPlan
     by_content: bool = False  # found again by what it holds, or derived from what is
+    kept: bool = False  # by one layer, which alone finds it
     targets: int | None
     places: Order | None = None
     partial: Partial | None = None

@@ -22,7 +22,6 @@ from torch import Tensor
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather, halo_reduce
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.space import num_nodes as num_nodes
 from pyg_sar.space.distributed_index import (
     METADATA,
     RESHAPE,
@@ -50,6 +49,7 @@ from pyg_sar.space.joint_index import (
     set_shifted_row,
     widened_row,
 )
+from pyg_sar.space.num_nodes import adds_loops
 from pyg_sar.space.partial_edges import derived, flow_targets, refuse_partial
 from pyg_sar.space.pyg_calls import pyg_call
 
@@ -161,6 +161,18 @@ def _joined_order(parts: Sequence[Any], edges: bool, plan: HaloPlan) -> Order | 
     return Order(make, Joined([_recipe(part, plan) for part in parts]) if edges else None)
 
 
+def _comparison_of_ends(source: DistEdgeIndex, mask: Tensor) -> str | None:
+    """Names the comparison of the edges' ends that a mask is: all workers have made it, of theirs.
+
+    PyG removes loops so.
+    """
+    row, other = [source.memory.get(("row", k)) for k in (source.dist_row, 1 - source.dist_row)]
+    for key, found in () if row is None else row.memory.items():
+        if key[0] == "compare" and found[0] is other and found[1] is mask and mask._version == 0:
+            return str(key[1])
+    return None
+
+
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
@@ -188,6 +200,8 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
         return source.remember(("columns", str(columns)), make)
     if not isinstance(columns, Tensor) or (mask and columns.shape != source.shape[1:]):
         return make()  # PyTorch refuses the mask.
+    if (own := _comparison_of_ends(source, columns)) is not None:
+        return source.remember(("columns", own), lambda: make(columns.nonzero().view(-1)))
     selections: Selections = source.remember("selections", lambda: Selections(source.size(1)))
     return selections.find(columns, make)
 
@@ -268,7 +282,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         order = _joined_order(parts, edges, base.plan)
         if edges:
             out = _edges_like(joined, base)
-            out.by_content |= len(others) > 0
+            out.by_content |= len(others) > 0 and not adds_loops()
             derived(out, base, known=sum(isinstance(part, InSpace) for part in parts) == 1)
             return parts, kept, out.ordered(order)
         index = dist_index(joined, base.plan, targets=base.targets)

@@ -20,11 +20,23 @@ from pyg_sar.space.pyg_calls import module_of
 _LOOPS = ("add_self_loops", "add_remaining_self_loops")
 
 
-def _asks() -> str:
-    """The function for which PyG's ``maybe_num_nodes`` asks, or ``''`` where somebody else asks."""
+def _caller() -> Any:
+    """The frame that called this package."""
     frame: Any = sys._getframe(1)
     while frame.f_back and module_of(frame).partition(".")[0] == "pyg_sar":
         frame = frame.f_back
+    return frame
+
+
+def adds_loops() -> bool:
+    """True where PyG adds loops of nodes: the first ones, as many as it was told."""
+    caller = _caller()
+    return caller.f_code.co_name in _LOOPS and module_of(caller) == "torch_geometric.utils.loop"
+
+
+def _asks() -> str:
+    """The function for which PyG's ``maybe_num_nodes`` asks, or ``''`` where somebody else asks."""
+    frame = _caller()
     inferred = frame.f_code.co_name == "maybe_num_nodes" and frame.f_back
     return str(frame.f_back.f_code.co_name) if inferred else ""
 
