@@ -240,6 +240,7 @@ def assign_node_types(
     counts differ by at most one. Or the assignment itself: an integer vector for each node type.
     """
     check_num_parts(num_parts)
+    check_seed(seed)
     if isinstance(method, Mapping):
         return _given(method, num_nodes, num_parts)
     if not isinstance(method, str):
@@ -253,7 +254,6 @@ def assign_node_types(
             name: assign_nodes(nothing, count, num_parts, method, (seed + k) % 2**31)
             for k, (name, count) in enumerate(num_nodes.items())
         }
-    check_seed(seed)
     starts, total = {}, 0
     for name, count in num_nodes.items():
         starts[name], total = total, total + count

@@ -1,10 +1,10 @@
-"""``metadata.json`` of a partition: its fields, declared once, and how it is read by them.
+"""``metadata.json`` of a partition: its fields, and how they are read.
 
 [Note: checked once] Checksums guard against accidents, not against a file that another program
-wrote. So each field is read by its declaration (:data:`Rule`): its type, its range, and what it
-has to be beside other fields. These must agree, and the tensors of a part
-(``part_checks.py``) must be those that the metadata describes: whatever does not fit is one
-:class:`~pyg_sar.errors.PartitionError` that names the file and the field or tensor.
+wrote. So values of JSON become dataclasses by the types that these declare (:func:`structured`),
+and must agree with each other. The tensors of a part (``part_checks.py``) must be those that the
+metadata describes: whatever does not fit is one :class:`~pyg_sar.errors.PartitionError` that names
+the file and the field or tensor.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -24,143 +24,57 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.files import from_json, has_checksum, read_text
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
-from pyg_sar.partition.layout import (
-    HeteroPartitionStatistics,
-    PartitionStatistics,
-    RelationStatistics,
-    TypeStatistics,
-)
+from pyg_sar.partition.layout import HeteroPartitionStatistics, PartitionStatistics
 from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.schema import FORMAT, VERSION, RowGroup, StoreInfo, is_hetero
 from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1
-Known = Mapping[str, Any]
-Rule = Callable[[Any, Known], tuple[bool, str]]
-"""Says whether a field's value is what it has to be, and what that is, in words. It may depend on
-what is known: fields that are declared before it, and what the reader of the object passes."""
+_WORDS: dict[Any, str] = {str: "a text", bool: "true or false", int: "a whole number from 0 on"}
 
 
-def count(least: int = 0, most: str = "") -> Rule:
-    """Returns the rule of a whole number; ``most`` names a known value."""
+class _WrongField(ValueError):
+    """A field that is not what it should be; ``place`` is where it stands in the file."""
 
-    def rule(value: Any, known: Known) -> tuple[bool, str]:
-        top = known[most] if most else _MOST
-        limit = f"from {least} to {top}" if most else f"of at least {least}"
-        return _is_int(value) and least <= value <= top, f"a whole number {limit}"
-
-    return rule
-
-
-def text(*choices: str, known_as: str = "") -> Rule:
-    """Returns the rule of a text, one of the choices or known values if there are any."""
-
-    def rule(value: Any, known: Known) -> tuple[bool, str]:
-        allowed = known[known_as] if known_as else choices
-        fits = isinstance(value, str) and (not allowed or value in allowed)
-        several = "one of " + ", ".join(allowed)
-        return fits, several if len(allowed) > 1 else repr(*allowed) if allowed else "a text"
-
-    return rule
-
-
-def same(name: str) -> Rule:
-    """Returns the rule of a field that is a known value."""
-    return lambda value, known: (
-        type(value) is type(known[name]) and value == known[name],
-        repr(known[name]),
-    )
-
-
-def many(what: str, fits: Callable[[Any], bool], length: str = "", total: str = "") -> Rule:
-    """Returns the rule of a list, where known values may be its length and its sum."""
-
-    def rule(value: Any, known: Known) -> tuple[bool, str]:
-        expected = f"{known[length]} {what}" if length else what
-        if not isinstance(value, list) or not all(map(fits, value)):
-            return False, expected
-        if total and sum(value) != known[total]:
-            return False, f"{expected} with the sum {known[total]}"
-        return not length or len(value) == known[length], expected
-
-    return rule
-
-
-def counts(length: str = "", total: str = "") -> Rule:
-    """Returns the rule of a list of whole numbers of at least 0."""
-    return many("whole numbers of at least 0", _is_count, length, total)
-
-
-def or_null(rule: Rule) -> Rule:
-    """Returns the rule of a field that may be ``null``."""
-    return lambda value, known: (
-        value is None or rule(value, known)[0],
-        f"{rule(value, known)[1]} or null",
-    )
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and 0 <= value <= _MOST
-
-
-class Fields:
-    """An object of a partition's metadata. Every method raises :class:`PartitionError`.
-
-    ``place`` is where it stands in the file, such as ``'parts[0]'``.
-    """
-
-    def __init__(self, file: Path, content: Any, place: str = "") -> None:
-        self.file, self.place = file, place
-        self.content: Mapping[str, Any] = content
-        if type(content) is not dict:
-            raise self.wrong("", "an object", content)
-
-    def wrong(self, name: str, expected: Any, got: Any) -> PartitionError:
-        """Returns the error for a field."""
-        text = repr(got)
+    def __init__(self, place: str, expected: Any, got: Any) -> None:
+        text = "nothing" if got is ... else repr(got)
         shown = text if len(text) <= 60 else text[:57] + "..."
-        return PartitionError(
-            f"'{self.file}': expected '{self._place(name)}' to be {expected} (got {shown}); copy "
-            "it again or partition the graph anew"
-        )
+        super().__init__(f"expected '{place}' to be {expected} (got {shown})")
 
-    def _place(self, name: str) -> str:
-        return ".".join(filter(None, (self.place, name)))
 
-    def get(self, name: str, rule: Rule, known: Known | None = None) -> Any:
-        """Returns a field, which must be there and fit."""
-        value = self.content.get(name, "nothing")
-        fits, expected = rule(value, known or {})
-        if name not in self.content or not fits:
-            raise self.wrong(name, expected, value)
-        return value
+def expect(fits: bool, place: str, expected: Any, got: Any) -> None:
+    """Raises unless a field is as it should be."""
+    if not fits:
+        raise _WrongField(place, expected, got)
 
-    def read(self, declared: Mapping[str, Rule], **known: Any) -> dict[str, Any]:
-        """Returns the declared fields."""
-        found: dict[str, Any] = {}
-        for name, rule in declared.items():
-            found[name] = self.get(name, rule, known | found)
-        return found
 
-    def inner(self, name: str) -> Fields:
-        """Returns a field that is an object."""
-        value = self.get(name, lambda value, known: (True, "an object"))
-        return Fields(self.file, value, self._place(name))
+def structured(kind: Any, value: Any, place: str) -> Any:
+    """Returns a value of JSON as a type: a dataclass, of which all fields must be there, a list, a
+    dict by texts, a text, a truth value, or a whole number; ``kind | None`` may be null.
+    """
+    inner = get_args(kind)
+    if inner and inner[-1] is type(None):
+        return None if value is None else structured(inner[0], value, place)
+    if get_origin(kind) is list:
+        expect(type(value) is list, place, "a list", value)
+        return [structured(inner[0], item, f"{place}[{k}]") for k, item in enumerate(value)]
+    prefix = f"{place}." if place else ""
+    if get_origin(kind) is dict:
+        expect(type(value) is dict, place, "an object", value)
+        return {name: structured(inner[1], item, prefix + name) for name, item in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        expect(type(value) is dict, place, "an object", value)
+        return kind(**fields_of(kind, value, prefix, *get_type_hints(kind)))
+    if kind is not Any:
+        fits = type(value) is kind and (kind is not int or 0 <= value <= _MOST)
+        expect(fits, place, _WORDS[kind], value)
+    return value
 
-    def objects(self, name: str) -> dict[str, Fields]:
-        """Returns an object whose fields are objects."""
-        inner = self.inner(name)
-        return {name: inner.inner(name) for name in inner.content}
 
-    def rows(self, name: str, length: int | None = None) -> list[Fields]:
-        """Returns a field that is a list of objects, as many as ``length``."""
-        rule = many("objects in a list", lambda v: True, "" if length is None else "length")
-        rows, start = self.get(name, rule, {"length": length}), self._place(name)
-        return [Fields(self.file, row, f"{start}[{k}]") for k, row in enumerate(rows)]
+def fields_of(kind: Any, content: Mapping[str, Any], prefix: str, *names: str) -> dict[str, Any]:
+    """Returns fields of an object, by the types that a dataclass declares."""
+    kinds = get_type_hints(kind)
+    return {n: structured(kinds[n], content.get(n, ...), prefix + n) for n in names}
 
 
 METADATA = "metadata.json"
@@ -172,79 +86,11 @@ _FORMS = {
     "json": ("json", "tuple", "coded"),
 }
 _KINDS = ("nodes", "links")
+_PLAIN = (
+    *("num_parts", "num_nodes", "num_edges", "is_directed"),
+    *("method", "seed", "num_graphs", "batched"),
+)
 _ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-
-GRAPH = {
-    "num_parts": count(least=1),
-    "num_nodes": count(),
-    "num_edges": count(),
-    "is_directed": lambda value, known: (isinstance(value, bool), "true or false"),
-    "method": text(),
-    "seed": lambda value, known: (_is_int(value), "a whole number"),
-    "num_graphs": or_null(count()),
-    "batched": or_null(count()),
-}
-STATISTICS = {
-    "edge_cut": count(most="num_edges"),
-    "nodes": counts("num_parts", total="num_nodes"),
-    "edges": counts("num_parts", total="num_edges"),
-    "halo": counts("num_parts"),
-    "training_nodes": or_null(counts("num_parts")),
-}
-TYPE_STATISTICS = {
-    "name": same("key"),
-    "nodes": counts("num_parts", total="count"),
-    "training_nodes": or_null(counts("num_parts")),
-}
-RELATION_STATISTICS = {
-    "edge_type": same("key"),
-    "edge_cut": count(most="count"),
-    "edges": counts("num_parts", total="count"),
-    "halo": counts("num_parts"),
-}
-PART = {
-    "num_nodes": same("nodes"),
-    "num_edges": same("edges"),
-    "num_halo": same("halo"),
-    "file": text(),
-    "sha256": text(),
-    "bytes": count(),
-}
-SERIES = {
-    "dtype": lambda value, known: (
-        isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype),
-        "a dtype of PyTorch",
-    ),
-    "shape": lambda value, known: (
-        counts()(value, known)[0] and len(value) > 1 and value[1] == known["num_nodes"],
-        f"[T, {known['num_nodes']}, ...]",
-    ),
-}
-SERIES_FILE = {"file": same("file"), "bytes": same("size"), "sha256": text()}
-STORE = {
-    "name": many("texts", lambda value: isinstance(value, str), "length"),
-    "count": count(),
-}
-ATTRIBUTE = {
-    "level": text(known_as="levels"),
-    "layout": text(*_FORMS),
-    "dtype": text(),
-    "shape": counts(),
-    "dim": count(),
-    "form": lambda value, known: text(*_FORMS[known["layout"]])(value, known),
-}
-NODE_LIST = {
-    "name": text(),
-    "kind": text(known_as="kinds"),
-    "key": or_null(text()),
-}
-NODE_LIST_IDS = {
-    "dtype": text(*_ID_DTYPES),
-    "layout": text("dense"),
-    "shape": counts(),
-    "dim": same("axis"),
-}
-"""The attribute of a list of node ids, which :data:`ATTRIBUTE` describes as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -397,42 +243,76 @@ def _check_version(root: Path, content: Mapping[str, Any]) -> None:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SeriesFile:
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Series:
+    dtype: str
+    shape: list[int]
+    files: list[_SeriesFile]
+
+
 def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
     """Returns the metadata of a partition, of its content in JSON, checked; errors name the file
     ``path``.
     """
-    fields = Fields(path, content)
-    graph = Fields(path, {"num_graphs": None, "batched": None, **fields.content}).read(GRAPH)
-    stores = _stores(fields, graph)
-    statistics = _statistics(fields.inner("statistics"), graph, stores)
-    parts = [
-        PartInfo(**row.read(PART, **{name: getattr(statistics, name)[p] for name in _SUMMED}))
-        for p, row in enumerate(fields.rows("parts", statistics.num_parts))
-    ]
+    try:
+        return _parsed(path.parent, content)
+    except _WrongField as error:
+        remedy = "copy it again or partition the graph anew"
+        raise PartitionError(f"'{path}': {error}; {remedy}") from None
+
+
+def _parsed(root: Path, content: dict[str, Any]) -> PartitionMetadata:
+    missing: dict[str, Any] = {"num_graphs": None, "batched": None, "lists": [], "series": {}}
+    content = missing | content
+    graph = fields_of(PartitionMetadata, content, "", *_PLAIN)
+    num_parts = graph["num_parts"]
+    expect(num_parts > 0, "num_parts", "at least 1", num_parts)
+    stores = _stores(graph, content)
+    statistics = _statistics(graph, content.get("statistics"), stores)
+    parts = structured(list[PartInfo], content.get("parts"), "parts")
+    expect(len(parts) == num_parts, "parts", f"{num_parts} parts", len(parts))
+    for p, part in enumerate(parts):
+        for name in _SUMMED:
+            rows, known = getattr(part, f"num_{name}"), getattr(statistics, name)[p]
+            expect(rows == known, f"parts[{p}].num_{name}", known, rows)
     return PartitionMetadata(
-        root=path.parent,
+        root=root,
         version=VERSION,
         statistics=statistics,
         stores=stores,
         parts=parts,
-        series=_series(fields, statistics) if "series" in fields.content else {},
+        series=_series(content["series"], statistics),
         **graph,
     )
 
 
-def _series(fields: Fields, statistics: PartitionStatistics) -> dict[str, SeriesInfo]:
+def _series(content: Any, statistics: PartitionStatistics) -> dict[str, SeriesInfo]:
     """Reads what is known of snapshots, whose files have so many bytes as their shapes tell."""
     found, count = {}, statistics.num_parts
-    for number, (name, row) in enumerate(fields.objects("series").items()):
-        dtype, shape = row.read(SERIES, num_nodes=statistics.num_nodes).values()
-        each = math.prod((shape[0], *shape[2:], getattr(torch, dtype).itemsize))
+    rows = structured(dict[str, _Series], content, "series")
+    for number, (name, row) in enumerate(rows.items()):
+        place, shape = f"series.{name}", row.shape
+        dtype = getattr(torch, row.dtype, None)
+        fits = len(shape) > 1 and shape[1] == statistics.num_nodes
+        expect(fits, f"{place}.shape", f"[T, {statistics.num_nodes}, ...]", shape)
+        if not isinstance(dtype, torch.dtype):
+            raise _WrongField(f"{place}.dtype", "a dtype of PyTorch", row.dtype)
+        each = math.prod((shape[0], *shape[2:], dtype.itemsize))
         files = [series_file(number, p, count) for p in range(count)]
         sizes = [nodes * each + 4 * shape[0] for nodes in statistics.nodes]
-        rows = zip(files, sizes, row.rows("files", count), strict=True)
-        sums = [
-            given.read(SERIES_FILE, file=file, size=size)["sha256"] for file, size, given in rows
-        ]
-        found[name] = SeriesInfo(dtype=dtype, shape=shape, files=files, bytes=sizes, sha256=sums)
+        expected, got = list(zip(files, sizes, strict=True)), [(f.file, f.bytes) for f in row.files]
+        expect(got == expected, f"{place}.files", expected, got)
+        sums = [file.sha256 for file in row.files]
+        found[name] = SeriesInfo(
+            dtype=row.dtype, shape=shape, files=files, bytes=sizes, sha256=sums
+        )
     return found
 
 
@@ -447,112 +327,124 @@ _SUMMED = ("nodes", "edges", "halo")
 
 
 def _statistics(
-    fields: Fields, graph: dict[str, Any], stores: list[StoreInfo]
+    graph: dict[str, Any], content: Any, stores: list[StoreInfo]
 ) -> PartitionStatistics:
-    totals = {name: graph[name] for name in ("num_parts", "num_nodes", "num_edges")}
-    found = totals | fields.read(STATISTICS, **totals)
-    if not is_hetero(stores):
-        return PartitionStatistics(**found)
-    kinds: dict[str, list[dict[str, Any]]] = {"types": [], "relations": []}
-    for name, level, declared in (
-        ("types", "node", TYPE_STATISTICS),
-        ("relations", "edge", RELATION_STATISTICS),
-    ):
-        of_level = [store for store in stores if level in store.totals]
-        for store, row in zip(of_level, fields.rows(name, len(of_level)), strict=True):
-            key = store.key if level == "node" else list(store.key)
-            known = totals | {"key": key, "count": store.totals[level]}
-            kinds[name].append(row.read(declared, **known))
+    place, num_parts = "statistics", graph["num_parts"]
+    expect(type(content) is dict, place, "an object", content)
+    kind = HeteroPartitionStatistics if is_hetero(stores) else PartitionStatistics
+    found: PartitionStatistics = structured(kind, content | graph, place)
+    sums = {"nodes": found.num_nodes, "edges": found.num_edges}
+    _check_counts(found, place, num_parts, sums)
+    if not isinstance(found, HeteroPartitionStatistics):
+        return found
+    rows: list[Any] = [*found.types, *found.relations]
+    named = [store for store in stores if store.totals]
+    keys = [row.name for row in found.types] + [tuple(r.edge_type) for r in found.relations]
+    expect(keys == [store.key for store in named], place, "of the types and relations", keys)
+    for row, store in zip(rows, named, strict=True):
+        own = {"nodes": store.totals.get("node", 0), "edges": store.totals.get("edge", 0)}
+        _check_counts(row, f"{place} of {store.key}", num_parts, own)
     for name in _SUMMED:
-        columns = [row[name] for rows in kinds.values() for row in rows if name in row]
-        for p, number in enumerate(found[name]):
-            if (total := sum(column[p] for column in columns)) != number:
-                raise fields.wrong(f"{name}[{p}]", f"{total}, the sum of its kinds", number)
-    return HeteroPartitionStatistics(
-        **found,
-        types=[TypeStatistics(**row) for row in kinds["types"]],
-        relations=[RelationStatistics(**row) for row in kinds["relations"]],
-    )
+        columns = [getattr(row, name) for row in rows if hasattr(row, name)]
+        total = [sum(column[p] for column in columns) for p in range(num_parts)]
+        expect(total == getattr(found, name), f"{place}.{name}", total, getattr(found, name))
+    return found
+
+
+def _check_counts(row: Any, place: str, num_parts: int, sums: Mapping[str, int]) -> None:
+    """Checks the counts of each part, where sums of some are known."""
+    for name in (*_SUMMED, "training_nodes"):
+        if (counts := getattr(row, name, None)) is not None:
+            fits = len(counts) == num_parts and sum(counts) == sums.get(name, sum(counts))
+            total = f" with the sum {sums[name]}" if name in sums else ""
+            expect(fits, f"{place}.{name}", f"{num_parts} whole numbers{total}", counts)
+    cut = getattr(row, "edge_cut", 0)
+    expect(cut <= sums["edges"], f"{place}.edge_cut", f"at most {sums['edges']}", cut)
 
 
 # Attributes ##################################################################
 
 
-def _stores(fields: Fields, graph: dict[str, Any]) -> list[StoreInfo]:
+def _stores(graph: dict[str, Any], content: Mapping[str, Any]) -> list[StoreInfo]:
     """Reads the stores of the graph, of its node types and of its relations."""
-    if "hetero" not in fields.content:
+    if "hetero" not in content:
         totals = {"node": graph["num_nodes"], "edge": graph["num_edges"]}
-        return [_store(fields, None, "", totals, _KINDS)]
-    inner, stores = fields.inner("hetero"), [StoreInfo(None, "", {}, *_attributes(fields, {}))]
-    types: list[Any] = []
-    for k, row in enumerate(inner.rows("types")):
-        found = row.read(STORE, length=1)
-        types += found["name"]
-        stores.append(_store(row, types[k], f"type.{k}/", {"node": found["count"]}, _KINDS))
-    if not types or len(set(types)) < len(types):
-        raise inner.wrong("types", "node types of different names", types)
-    relations: list[Any] = []
-    for k, row in enumerate(inner.rows("relations")):
-        found = row.read(STORE, length=3)
-        key = tuple(found["name"])
-        if key[0] not in types or key[2] not in types:
-            raise row.wrong("name", f"a relation between the node types {types}", list(key))
-        relations.append(key)
-        stores.append(_store(row, key, f"relation.{k}/", {"edge": found["count"]}, ("links",)))
-    if len(set(relations)) < len(relations):
-        raise inner.wrong("relations", "relations of different names", relations)
+        return [_store(content, None, "", totals, "", _KINDS)]
+    stores = [_store({**content, "lists": []}, None, "", {}, "", _KINDS)]
+    hetero = structured(dict[str, list[dict[str, Any]]], content["hetero"], "hetero")
+    found: dict[str, list[Any]] = {"types": [], "relations": []}
+    for kind, prefix, length in (("types", "type", 1), ("relations", "relation", 3)):
+        for k, row in enumerate(hetero.get(kind, ())):
+            place = f"hetero.{kind}[{k}]"
+            name = structured(list[str], row.get("name", ...), f"{place}.name")
+            count = structured(int, row.get("count", ...), f"{place}.count")
+            known = len(name) == length and (length == 1 or {name[0], name[2]} <= {*found["types"]})
+            wanted = f"a text, or a relation between the node types {found['types']}"
+            expect(known, f"{place}.name", wanted, name)
+            key = name[0] if length == 1 else tuple(name)
+            expect(key not in found[kind], f"{place}.name", "of no other one", name)
+            found[kind].append(key)
+            totals = {"node" if length == 1 else "edge": count}
+            kinds = _KINDS if length == 1 else ("links",)
+            stores.append(_store(row, key, f"{prefix}.{k}/", totals, f"{place}.", kinds))
+    expect(bool(found["types"]), "hetero.types", "one node type at least", [])
     return stores
 
 
 def _store(
-    fields: Fields, key: Any, prefix: str, totals: dict[str, int], kinds: tuple[str, ...]
+    row: Any, key: Any, prefix: str, totals: dict[str, int], place: str, kinds: tuple[str, ...]
 ) -> StoreInfo:
-    attributes, values = _attributes(fields, totals)
-    lists = _lists(fields, attributes, kinds)
-    return StoreInfo(key, prefix, totals, attributes, values, lists)
+    """Returns a store, checked, whose lists of node ids are of these kinds."""
+    found = StoreInfo(
+        key, prefix, totals, **fields_of(StoreInfo, row, place, "attributes", "values", "lists")
+    )
+    _check_attributes(found, place)
+    for k, info in enumerate(found.lists):
+        _check_list(info, kinds, f"{place}lists[{k}]")
+    _check_list_names(found, f"{place}lists")
+    return found
 
 
-def _attributes(
-    fields: Fields, counts: dict[str, int]
-) -> tuple[dict[str, Attribute], dict[str, Any]]:
-    """Reads the attributes of a store with so many rows of each level, and its plain values."""
-    values = dict(fields.inner("values").content)
-    attributes = {}
-    for name, row in fields.objects("attributes").items():
+def _check_attributes(store: StoreInfo, place: str) -> None:
+    """Checks attributes of a store, and its plain values."""
+    attributes, values = store.attributes, store.values
+    for name, attribute in attributes.items():
         # Names that begin with "_" are those of the object that holds the attributes.
-        if name in (*RESERVED, "edge_index", "num_nodes") or name.startswith("_"):
-            raise row.wrong("", "an attribute of another name", name)
-        attributes[name] = _attribute(row, counts)
+        known = name not in (*RESERVED, "edge_index", "num_nodes") and not name.startswith("_")
+        expect(known, f"{place}attributes.{name}", "an attribute of another name", name)
+        _check_attribute(attribute, store.totals, f"{place}attributes.{name}")
     plain = {name for name, attribute in attributes.items() if attribute.layout == "json"}
-    if plain != values.keys():
-        raise fields.wrong("values", f"the values of {sorted(plain)}", sorted(values))
+    expect(plain == values.keys(), f"{place}values", f"those of {sorted(plain)}", sorted(values))
     for name in plain:
-        if attributes[name].form == "tuple" and not isinstance(values[name], list):
-            raise fields.wrong(f"values.{name}", "a list", values[name])
-        if attributes[name].form == "coded":
+        where, form = f"{place}values.{name}", attributes[name].form
+        expect(form != "tuple" or isinstance(values[name], list), where, "a list", values[name])
+        if form == "coded":
             try:
                 from_json(values[name])
             except ValueError as error:
-                raise fields.wrong(f"values.{name}", "a coded value", str(error)) from None
-    return attributes, values
+                raise _WrongField(where, "a coded value", str(error)) from None
 
 
-def _attribute(fields: Fields, counts: dict[str, int]) -> Attribute:
-    found = Attribute(**fields.read(ATTRIBUTE, levels=(*counts, "graph")))
+def _check_attribute(found: Attribute, counts: dict[str, int], place: str) -> None:
     level, layout = found.level, found.layout
+    for name, known in (("level", (*counts, "graph")), ("layout", (*_FORMS,)),
+                        ("form", _FORMS.get(layout, ()))):  # fmt: skip
+        value = getattr(found, name)
+        expect(value in known, f"{place}.{name}", f"one of {', '.join(known)}", value)
     dims = {"csr": 2, "strings": 1, "json": 0}.get(layout, len(found.shape))
     if layout == "dense":
         dims = {"list": 1, "tuple": 1, "column_major": 2}.get(found.form, dims)
-    if len(found.shape) != dims:
-        raise fields.wrong("shape", f"that of a {found.form} ({layout})", found.shape)
+    kind = f"{found.form} ({layout})"
+    expect(len(found.shape) == dims, f"{place}.shape", f"that of a {kind}", found.shape)
+    whole = layout == "json"
     by_rows = layout in ("csr", "strings")
-    if (layout == "json" and level != "graph") or (by_rows and (found.dim or level == "graph")):
-        raise fields.wrong("level", f"one that has attributes as {layout}", level)
-    if level in counts and (found.dim >= dims or found.shape[found.dim] != counts[level]):
-        raise fields.wrong("shape", f"of {counts[level]} {level}s on axis {found.dim}", found.shape)
-    if not _known_dtype(found):
-        raise fields.wrong("dtype", f"a dtype of a {found.form} ({layout})", found.dtype)
-    return found
+    fits = (level == "graph" or not whole) and not (by_rows and (found.dim or level == "graph"))
+    expect(fits, f"{place}.level", f"one that has attributes as {layout}", level)
+    if level in counts:
+        fits = found.dim < dims and found.shape[found.dim] == counts[level]
+        rows = f"of {counts[level]} {level}s on axis {found.dim}"
+        expect(fits, f"{place}.shape", rows, found.shape)
+    expect(_known_dtype(found), f"{place}.dtype", f"a dtype of a {kind}", found.dtype)
 
 
 def _known_dtype(attribute: Attribute) -> bool:
@@ -575,45 +467,34 @@ def _known_dtype(attribute: Attribute) -> bool:
 # Lists of node ids ###########################################################
 
 
-def _lists(
-    fields: Fields, attributes: dict[str, Attribute], kinds: tuple[str, ...]
-) -> list[NodeList]:
-    """Reads the lists of node ids of a store that has these attributes."""
-    found = [_list(row, kinds) for row in fields.rows("lists")]
+def _check_list_names(row: StoreInfo, place: str) -> None:
+    """Checks that no other list, row of one, attribute or name of PyG's is named alike."""
     keys: dict[str, list[str | None]] = {}
-    for info in found:
+    for info in row.lists:
         keys.setdefault(info.name, []).append(info.key)
-    names = ["edge_index", "num_nodes", *RESERVED, *attributes]
-    rows = [name for info in found for name in info.rows]
-    if hidden := [name for name in (*keys, *rows) if name.startswith("_")]:
-        raise fields.wrong("lists", "lists and rows of other names", hidden)
-    names += rows
+    rows = [name for info in row.lists for name in info.rows]
+    hidden = [name for name in (*keys, *rows) if name.startswith("_")]
+    expect(not hidden, place, "lists and rows of other names", hidden)
     for name, known in keys.items():
-        names.append(name)
-        if len(set(known)) < len(known) or (None in known and len(known) > 1):
-            raise fields.wrong("lists", f"one list for each key of '{name}'", known)
-    if len(set(names)) < len(names):
-        twice = sorted(name for name in set(names) if names.count(name) > 1)
-        raise fields.wrong("lists", "lists and rows of different names", twice)
-    return found
+        single = len(set(known)) == len(known) and (None not in known or len(known) == 1)
+        expect(single, place, f"one list for each key of '{name}'", known)
+    names = ["edge_index", "num_nodes", *RESERVED, *row.attributes, *rows, *keys]
+    twice = sorted(name for name in set(names) if names.count(name) > 1)
+    expect(not twice, place, "lists and rows of different names", twice)
 
 
-def _list(fields: Fields, kinds: tuple[str, ...]) -> NodeList:
-    found = fields.read(NODE_LIST, kinds=kinds)
-    inner = fields.inner("attribute")
-    first = [2] if found["kind"] == "links" else []
-    shape = inner.read(NODE_LIST_IDS, axis=len(first))["shape"]
-    if len(shape) != len(first) + 1 or shape[:-1] != first:
-        raise inner.wrong("shape", f"{[*first, 'K']}, that of {found['kind']}", shape)
-    rows = fields.objects("rows").items()
-    return NodeList(
-        attribute=_row_attribute(inner, shape[-1]),
-        rows={other: _row_attribute(row, shape[-1]) for other, row in rows},
-        **found,
-    )
-
-
-def _row_attribute(fields: Fields, count: int) -> Attribute:
-    """Reads an attribute with a row per entry of a list."""
-    fields.get("level", text("row"))
-    return _attribute(fields, {"row": count})
+def _check_list(info: NodeList, kinds: tuple[str, ...], place: str) -> None:
+    """Checks a list of node ids, and the attributes with a row per entry."""
+    expect(info.kind in kinds, f"{place}.kind", f"one of {', '.join(kinds)}", info.kind)
+    ids, first = info.attribute, [2] if info.kind == "links" else []
+    shape = len(ids.shape) == len(first) + 1 and ids.shape[:-1] == first
+    for name, fits, expected in (
+        ("dtype", ids.dtype in _ID_DTYPES, f"one of {', '.join(_ID_DTYPES)}"),
+        ("layout", ids.layout == "dense", "dense"),
+        ("dim", ids.dim == len(first), len(first)),
+        ("shape", shape, f"{[*first, 'K']}, that of {info.kind}"),
+    ):
+        expect(fits, f"{place}.attribute.{name}", expected, getattr(ids, name))
+    for name, row in {"attribute": ids, **{f"rows.{n}": r for n, r in info.rows.items()}}.items():
+        expect(row.level == "row", f"{place}.{name}.level", "row", row.level)
+        _check_attribute(row, {"row": info.count}, f"{place}.{name}")
