@@ -261,7 +261,9 @@ def test_what_no_partition_has_is_refused():
             planning._partition_of(text)
     assert planning._partition_of("published") == "published"  # a folder
     published = PublishedPartition(**numbers, features=1, classes=2)
-    with pytest.raises(ValueError, match="workers= and hosts= need partitions that are there"):
+    with pytest.raises(
+        ValueError, match="workers=, hosts= and store= need partitions that are there"
+    ):
         pyg_sar.plan(models()["gat"], published, workers=[2])
 
 
@@ -357,7 +359,7 @@ def test_what_cannot_be_planned(root, tmp_path):
         pyg_sar.plan(models()["gat"], root, parts=[2])
     with pytest.raises(ValueError, match=r"parts=\[0\] must be numbers of parts"):
         pyg_sar.plan(models()["gat"], graph, parts=[0])
-    with pytest.raises(ValueError, match="need at least one entry each"):
+    with pytest.raises(ValueError, match="'data' needs at least one partition"):
         pyg_sar.plan(models()["gat"], [])
 
 
@@ -387,8 +389,8 @@ def test_numbers_of_parts_are_suggested(tmp_path, monkeypatch, capsys):
     plan = pyg_sar.plan(model, data, memory="1GiB", call=call)
     assert [(one.parts, one.workers, one.mode) for one in plan.forecasts] == [("2 estimated", 2, 1)]
     assert plan.best is not None
-    for options in ({"workers": [1]}, {"store": str(tmp_path)}):
-        with pytest.raises(ValueError, match="need partitions, or parts="):
+    for options in ({"workers": [1]}, {"store": str(tmp_path)}, {"bandwidth": 1e8, "hosts": 1}):
+        with pytest.raises(ValueError, match="or parts= of the graph"):
             pyg_sar.plan(model, data, memory="1GiB", call=call, **options)
     assert cli.main(["plan"]) == 2
     assert "takes a GRAPH, or --parts" in capsys.readouterr().err

@@ -73,11 +73,11 @@ class Samples:
         self._parts, self._policies = len(shapes), policies
         if isinstance(model, nn.Module):  # Samples run on the CPU, in other processes.
             model = copy.deepcopy(model).cpu()
-        self._given = []
+        self._jobs = []
         for number, size in enumerate(self.sizes):
             out = str(self._folder.path / str(number))
             write_sample(root, shapes, size, Path(out))
-            self._given.append((out, model, policies, call, size))
+            self._jobs.append((out, model, policies, call, size))
 
     def __enter__(self) -> Samples:
         return self
@@ -85,12 +85,17 @@ class Samples:
     def __exit__(self, *error: object) -> None:
         self._folder.close()
 
+    def apart(self) -> list[Runs]:
+        """Runs a worker for each part; runs by policy."""
+        # Without shared memory rows are sent and received, as between hosts: each is one worker's.
+        return self._runs(self._parts, env={"PYG_SAR_SHARED_MEMORY": "0"})
+
     def hosted(self) -> list[Runs]:
         """Runs one worker that hosts all parts; runs by policy."""
-        return self._by_policy(launch(_try_each, 1, self._given, parts=self._parts))
+        return self._runs(1, parts=self._parts)
 
-    def _by_policy(self, found: list[Any]) -> list[Runs]:
-        """Returns the runs ``found[part][size][policy]`` by policy."""
+    def _runs(self, workers: int, **how: Any) -> list[Runs]:
+        found = launch(_try_each, workers, self._jobs, **how)  # By part, size and policy.
         return [
             Runs(self.sizes, [[part[n][k] for part in found] for n in range(len(self.sizes))])
             for k in range(len(self._policies))
@@ -105,7 +110,7 @@ class Samples:
         left, found = left_to_tensors(limit), []
         if left is None:
             return Stored(self.sizes, [], "the limit leaves nothing to tensors")
-        for number, (out, model, policies, call, size) in enumerate(self._given):
+        for number, (out, model, policies, call, size) in enumerate(self._jobs):
             budgets = [hosted.share_of(parts, left, number) for parts in groups]
             cache = max(round(limit // CACHES * size), 1)
             given = out, model, policies[k], call, size, budgets, cache
@@ -119,23 +124,6 @@ class Samples:
                 return Stored(self.sizes, [], "a part needs more at once")
             found.append([[parts[p] for p in group] for group in groups])
         return Stored(self.sizes, found, "")
-
-
-def apart(many: Sequence[Samples]) -> list[list[Runs]]:
-    """Runs a worker for each part of some samples, started once for all; runs by policy of each.
-
-    Parts are as many as those of the samples that have most.
-    """
-    most = max(samples._parts for samples in many)
-    jobs = [given for samples in many for given in samples._given]
-    # Without shared memory rows are sent and received, as between hosts: each is one worker's.
-    found = launch(_try_each, most, jobs, env={"PYG_SAR_SHARED_MEMORY": "0"})
-    runs = []
-    for samples in many:
-        count = len(samples.sizes)
-        runs.append(samples._by_policy([worker[:count] for worker in found]))
-        found = [worker[count:] for worker in found]
-    return runs
 
 
 def _rows(shapes: Sequence[PartShape]) -> int:

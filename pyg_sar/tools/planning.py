@@ -16,9 +16,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -35,12 +34,7 @@ from pyg_sar.tools.forecasts import Forecast, Machine, Plan
 from pyg_sar.tools.graphs import load_graph, names_in, parse_source, settings_of
 from pyg_sar.tools.models import MODELS, call_with, imported_model
 from pyg_sar.tools.plan_runs import Samples
-from pyg_sar.tools.plan_sample import (
-    PartShape,
-    PublishedPartition,
-    estimated_partitions,
-    read_shapes,
-)
+from pyg_sar.tools.plan_sample import PublishedPartition, estimated_partitions, read_shapes
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, as_usage_errors, call_of, count_classes, use_features
 from pyg_sar.train.flow import call_model
@@ -51,18 +45,6 @@ ROWS = 15_000
 """Own nodes, halo rows, and edges / 8 of each of their samples, about."""
 
 Partition = str | os.PathLike[str] | PublishedPartition
-
-
-@contextmanager
-def _partitioned(data: Data | None, root: Partition | int) -> Iterator[Partition]:
-    """Yields a partition; a number of parts is one of ``data``, which is there meanwhile."""
-    if not isinstance(root, int):
-        yield root
-        return
-    assert data is not None
-    with TemporaryFolder("pyg_sar-plan-") as folder:
-        write_partitions(data, root, folder / "parts")
-        yield folder / "parts"
 
 
 def plan(
@@ -126,66 +108,76 @@ def plan(
     for name, function in (("model", model), ("call", call)):
         if not callable(function):
             raise TypeError(f"{name}={function!r} must be a module, or a function")
-    if modes is None:
-        modes = (1,) if isinstance(data, Data) and parts is None else (1, 2, 3)
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
-    check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
-    check_type("workers", () if workers is None else workers, Sequence, "a sequence such as (1, 2)")
     single = str | os.PathLike | PublishedPartition
     check_type("data", data, Data | single | Sequence, "a graph, a partition's folder, or several")
-    graph = data if isinstance(data, Data) else None
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
+    graph = data if isinstance(data, Data) else None
+    estimated = graph is not None and parts is None
+    modes = ((1,) if estimated else (1, 2, 3)) if modes is None else modes
+    _check_numbers(modes=modes, workers=workers, parts=parts)
     if graph is None and parts is not None:
         raise ValueError(f"parts={parts!r}: what is partitioned has its own number of parts")
-    if graph is not None and parts is None and (workers, store) != (None, None):
-        raise ValueError("workers= and store= need partitions, or parts= of the graph to compare")
-    if parts is not None:
-        check_type("parts", parts, Sequence, "a sequence such as (2, 4)")
-        if not all(isinstance(count, int) and count > 0 for count in parts):
-            raise ValueError(f"parts={parts!r} must be numbers of parts, such as (2, 4)")
     given: Any = data if parts is None else parts
-    given = [graph] if given is graph else given
-    roots: list[Any] = [given] if isinstance(given, single) else list(given)
+    roots: list[Any] = [given] if isinstance(given, Data | single) else list(given)
+    if not roots:
+        raise ValueError("'data' needs at least one partition")
     limit = None if memory is None else parse_bytes(memory, "memory")
-    if not roots or not modes:
-        raise ValueError("'data', 'parts' and 'modes' need at least one entry each")
     if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
         raise ValueError(f"bandwidth={bandwidth!r} must be a positive number of bytes per second")
     if hosts is not None and (bandwidth is None or not isinstance(hosts, int) or hosts < 1):
         raise ValueError(f"hosts={hosts!r} must be a number of hosts, with the bandwidth between")
-    if workers is not None and not (workers and all(isinstance(w, int) and w > 0 for w in workers)):
-        raise ValueError(f"workers={workers!r} must be numbers of workers, such as (1, 2, 4)")
-    if any(isinstance(root, PublishedPartition) for root in roots) and (workers or hosts):
-        raise ValueError("workers= and hosts= need partitions that are there, not published ones")
+    there = not estimated and not any(isinstance(root, PublishedPartition) for root in roots)
+    if not there and (workers, hosts, store) != (None, None, None):
+        raise ValueError(
+            "workers=, hosts= and store= need partitions that are there, or parts= of the graph "
+            "to compare"
+        )
     if graph is None:
         _check_one_graph(roots)
-    policies = {mode: replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes}
     check_folder("store", store)
     if store is not None and limit is None:
         raise ValueError(f"store={os.fspath(store)!r} needs memory=, which says what may stay")
     place = None if store is None else os.fspath(store)
     disk = None if place is None else Disk.measure(place)
-    machine = Machine(limit, place, bandwidth, hosts, rates, disk)
+    policies = {mode: replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes}
+    tried = _Tried(
+        model, policies, workers, Machine(limit, place, bandwidth, hosts, rates, disk), call
+    )
+    if graph is not None and estimated:
+        roots = list(estimated_partitions(graph, MOST_ESTIMATED))
     forecasts = []
-    if graph is not None and parts is None:
-        partitions, roots = estimated_partitions(graph, MOST_ESTIMATED), []
-        forecasts = _published(partitions, model, policies, machine, call, estimated=True)
     for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
-        with _partitioned(graph, root) as partition:
-            named = str(root) if graph is not None else None
-            forecasts += _forecasts(partition, named, model, policies, workers, machine, call)
+        if isinstance(root, PublishedPartition):
+            forecasts += tried.published(root)
+        elif graph is None:
+            forecasts += tried.there(os.fspath(root), os.fspath(root))
+        else:
+            with TemporaryFolder("pyg_sar-plan-") as folder:
+                write_partitions(graph, root, folder / "parts")
+                forecasts += tried.there(str(folder / "parts"), str(root))
     if not forecasts:
         raise ValueError(f"workers={workers!r} are more than any of the partitions has parts")
     return Plan(forecasts=forecasts, limit=limit, bandwidth=bandwidth)
 
 
+def _check_numbers(**given: Sequence[int] | None) -> None:
+    for name, numbers in given.items():
+        check_type(name, numbers or (), Sequence, "a sequence such as (1, 2)")
+        whole = all(isinstance(number, int) and number > 0 for number in numbers or ())
+        if numbers is not None and (not numbers or not whole):
+            raise ValueError(f"{name}={numbers!r} must be numbers of {name}, such as (1, 2)")
+
+
 def _check_one_graph(roots: Sequence[Partition]) -> None:
-    known = [r if isinstance(r, PublishedPartition) else read_metadata(r) for r in roots]
-    graphs = {
-        (r.nodes, r.edges) if isinstance(r, PublishedPartition) else (r.num_nodes, r.num_edges)
-        for r in known
-    }
+    graphs = set()
+    for root in roots:
+        if isinstance(root, PublishedPartition):
+            graphs.add((root.nodes, root.edges))
+        else:
+            known = read_metadata(root)
+            graphs.add((known.num_nodes, known.num_edges))
     if len(graphs) > 1:
         raise ValueError(
             f"'data' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
@@ -195,79 +187,52 @@ def _check_one_graph(roots: Sequence[Partition]) -> None:
         raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
 
 
-def _published(
-    partitions: Sequence[PublishedPartition],
-    model: Any,
-    policies: dict[int, SARPolicy],
-    machine: Machine,
-    call: Callable[..., Tensor],
-    estimated: bool,
-) -> list[Forecast]:
-    """Returns those of partitions that are not there, of which all samples are tried at once."""
-    tried = [(one, mode) for one in partitions for mode in policies]
-    most = max(one.tried for one, _ in tried)
-    rows = ROWS if estimated else plan_runs.ROWS
-    with ExitStack() as stack:
-        samples = [
-            stack.enter_context(
-                Samples(one, _padded(one.shapes(mode), most), model, [policies[mode]], call, rows)
-            )
-            for one, mode in tried
-        ]
-        runs = plan_runs.apart(samples)
-    return [
-        Forecast(
-            parts=f"{one.parts} estimated" if estimated else "published",
-            workers=one.parts,
-            mode=mode,
-            **machine.published(found, one, mode),
-        )
-        for (one, mode), (found,) in zip(tried, runs, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """Makes the forecasts of partitions, by mode and number of workers."""
 
+    model: Any
+    policies: dict[int, SARPolicy]
+    workers: Sequence[int] | None
+    machine: Machine
+    call: Callable[..., Tensor]
 
-def _padded(shapes: list[PartShape], count: int) -> list[PartShape]:
-    """Returns so many parts, of which those beyond the given ones have a node and an edge."""
-    more = range(len(shapes), count)
-    empty = [0] * len(more)
-    parts = [replace(one, halo=one.halo + empty, edges=one.edges + empty) for one in shapes]
-    for p in more:
-        edges = [int(q == p) for q in range(count)]
-        parts.append(PartShape(nodes=1, halo=[0] * count, edges=edges, boundary=0, loops=0))
-    return parts
+    def published(self, parts: PublishedPartition) -> list[Forecast]:
+        """Returns those of a partition that is not there, which has other samples in each mode."""
+        estimated = parts.like is not None
+        rows, forecasts = ROWS if estimated else plan_runs.ROWS, []
+        for mode, policy in self.policies.items():
+            given = parts, parts.shapes(mode), self.model, [policy], self.call, rows
+            with Samples(*given) as samples:
+                found = self.machine.published(samples.apart()[0], parts, mode)
+            name = f"{parts.parts} estimated" if estimated else "published"
+            forecasts.append(Forecast(parts=name, workers=parts.parts, mode=mode, **found))
+        return forecasts
 
-
-def _forecasts(
-    root: Partition,
-    name: str | None,
-    model: Any,
-    policies: dict[int, SARPolicy],
-    workers: Sequence[int] | None,
-    machine: Machine,
-    call: Callable[..., Tensor],
-) -> list[Forecast]:
-    """Returns those of a partition, by number of workers and mode."""
-    if isinstance(root, PublishedPartition):
-        return _published([root], model, policies, machine, call, estimated=False)
-    folder, shapes = os.fspath(root), read_shapes(root)
-    most = len(shapes)
-    counts = [most] if workers is None else [count for count in workers if count <= most]
-    if not counts:
-        return []
-    limited = machine.store is not None and min(counts) < most
-    rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if limited else 1)
-    forecasts = []
-    with Samples(folder, shapes, model, list(policies.values()), call, rows) as samples:
-        apart = plan_runs.apart([samples])[0]
-        hosted = samples.hosted() if min(counts) < most else apart
-        for k, mode in enumerate(policies):
-            for count in counts:
-                stored = None
-                if machine.store is not None and machine.limit is not None and count < most:
-                    stored = samples.stored(hosted[k], k, count, machine.limit, machine.store)
-                found = machine.forecast(apart[k], hosted[k], count, stored)
-                forecasts.append(Forecast(parts=name or folder, workers=count, mode=mode, **found))
-    return forecasts
+    def there(self, root: str, name: str) -> list[Forecast]:
+        """Returns those of the partition in a folder."""
+        shapes, machine = read_shapes(root), self.machine
+        most = len(shapes)
+        counts = [count for count in self.workers or [most] if count <= most]
+        if not counts:
+            return []
+        fewer = min(counts) < most
+        stores = machine.store is not None and fewer
+        rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if stores else 1)
+        given = root, shapes, self.model, list(self.policies.values()), self.call, rows
+        forecasts = []
+        with Samples(*given) as samples:
+            apart = samples.apart()
+            hosted = samples.hosted() if fewer else apart
+            for k, mode in enumerate(self.policies):
+                for count in counts:
+                    stored = None
+                    if machine.store is not None and machine.limit is not None and count < most:
+                        limits = machine.limit, machine.store
+                        stored = samples.stored(hosted[k], k, count, *limits)
+                    found = machine.forecast(apart[k], hosted[k], count, stored)
+                    forecasts.append(Forecast(parts=name, workers=count, mode=mode, **found))
+        return forecasts
 
 
 # ``pyg-sar plan`` ##################################################################
