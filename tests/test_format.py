@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from pathlib import Path
 
@@ -29,7 +28,7 @@ VERSIONS = {6: "8d385a8c252cacea"}
 
 def format_table() -> str:
     """Returns the format's table in Markdown, as docs/partitioning.md has it."""
-    titles = ("tensor", "of", "dtype", "shape", "values", "content", "read by")
+    titles = ("tensor", "of", "dtype", "shape", "values", "content")
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for tensor in TENSORS:
         kinds = ", ".join(KINDS[kind] for kind in tensor.kinds)
@@ -40,8 +39,7 @@ def format_table() -> str:
         if tensor.counted_by:
             rules.append(f"ascending in the runs of `{tensor.counted_by}`")
         values = ", ".join(rules)
-        readers = ", ".join(f"`{name.replace('.', '/')}.py`" for name in tensor.read_by)
-        cells = [f"`{tensor.name}`", kinds, dtype, f"[{shape}]", values, tensor.content, readers]
+        cells = [f"`{tensor.name}`", kinds, dtype, f"[{shape}]", values, tensor.content]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -71,26 +69,6 @@ def test_the_table_names_what_there_is():
             assert tensor.counted_by in ("", *(row.name for row in schema.tensors_of(kind)))
     for kind in KINDS:
         assert [row.once for row in schema.tensors_of(kind)].count(True) == 1
-
-
-def readers(name: str) -> set[str]:
-    """Modules that read a tensor by its name."""
-    found = set()
-    for path in [
-        *REPOSITORY.glob("pyg_sar/partition/*.py"),
-        *REPOSITORY.glob("pyg_sar/tools/*.py"),
-    ]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            read = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
-            if read and ast.unparse(node.slice) == repr(name):
-                found.add(f"{path.parent.name}.{path.stem}")
-    return found
-
-
-@pytest.mark.parametrize("name", dict.fromkeys(tensor.name for tensor in TENSORS))
-def test_the_readers_are_those_that_are_declared(name: str):
-    declared = {module for tensor in TENSORS if tensor.name == name for module in tensor.read_by}
-    assert readers(name) == declared
 
 
 @pytest.mark.parametrize("graph", ["plain, loaded", "hetero, loaded"])
@@ -127,7 +105,6 @@ DEGREE = PartTensor(
         minlength=edges.layout.targets.ids(edges.part).numel()
     ),
     problem=wrong_degrees,
-    read_by=(),
 )
 
 

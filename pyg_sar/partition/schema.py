@@ -78,7 +78,6 @@ class PartTensor:
         shape: Numbers, and letters of :data:`SIZES`.
         content: What it holds, in words.
         make: Returns it, of a ``PartNodes``, ``PartEdges`` or ``PartEntries`` (``parts.py``).
-        read_by: The modules of the package that read it.
         dtype: Its dtype.
         below: Sums of sizes that its values are below, from 0 on: one for all, or one for each row.
         ascends: Values ascend, without duplicates.
@@ -93,7 +92,6 @@ class PartTensor:
     shape: tuple[int | str, ...]
     content: str
     make: Callable[[Any], Tensor]
-    read_by: tuple[str, ...]
     dtype: torch.dtype = torch.int64
     below: tuple[str, ...] = ()
     ascends: bool = False
@@ -123,72 +121,67 @@ def _other_cut(rows: PartRows) -> str:
 
 
 _EDGES = ("edge", "links")
-_LOADING, _CHECKS = "partition.global_view", "partition.part_checks"
-_MERGING, _SAMPLES = "partition.schema", "tools.plan_sample"
 
 # fmt: off
 TENSORS: tuple[PartTensor, ...] = (
     PartTensor(
         "n_id", ("node",), ("n",), "global ids of its nodes",
         lambda nodes: nodes.order.ids(nodes.part).clone(),
-        (_LOADING, _CHECKS, "partition.storage", "partition.whole_graph", _SAMPLES),
         below=("N",), ascends=True, once=True,
     ),
     PartTensor(
         "place", ("nodes",), ("e",), "places in the whole list of the entries whose nodes it owns",
-        lambda entries: entries.place, (_LOADING, "partition.parts"),
-        below=("E",), ascends=True, once=True,
+        lambda entries: entries.place, below=("E",), ascends=True, once=True,
     ),
     PartTensor(
         "ids", ("nodes",), ("e",), "their nodes, by their own numbers",
-        lambda entries: entries.ids, (_LOADING, _MERGING), below=("n",),
+        lambda entries: entries.ids, below=("n",),
     ),
     PartTensor(
         "place", ("links",), ("e",), "places in the whole list of the pairs whose targets it owns",
-        lambda pairs: pairs.e_id, (_LOADING, "partition.parts"), below=("E",), once=True,
+        lambda pairs: pairs.e_id, below=("E",), once=True,
     ),
     PartTensor(
         "halo_n_id", _EDGES, ("h",), "global ids of the sources that other parts own, by owner",
-        lambda edges: edges.layout.sources.order[edges.halo], (_CHECKS, _MERGING),
+        lambda edges: edges.layout.sources.order[edges.halo],
         below=("N",), counted_by="halo_counts", problem=_own_in_halo,
     ),
     PartTensor(
         "halo_counts", _EDGES, ("P",), "halo rows of each owner",
-        lambda edges: edges.layout.halo_counts(edges.part), (_LOADING, _CHECKS, _SAMPLES),
+        lambda edges: edges.layout.halo_counts(edges.part),
     ),
     PartTensor(
         "send_index", _EDGES, ("s",),
         "its rows that other parts need, by part, in the order of that part's halo",
-        lambda edges: edges.layout.send_index(edges.part), (_LOADING, _CHECKS, _SAMPLES),
+        lambda edges: edges.layout.send_index(edges.part),
         dtype=torch.int32, below=("n",), counted_by="send_counts",
     ),
     PartTensor(
         "send_counts", _EDGES, ("P",), "how many rows each part needs",
-        lambda edges: edges.layout.send_counts(edges.part), (_LOADING, _CHECKS),
+        lambda edges: edges.layout.send_counts(edges.part),
     ),
     PartTensor(
         "covers", _EDGES, ("h",), "bit i: the cover at `cover_costs[i]` pulls the row",
-        lambda edges: edges.covers.pulled, (_LOADING,), dtype=torch.uint8,
+        lambda edges: edges.covers.pulled, dtype=torch.uint8,
     ),
     PartTensor(
         "cover_costs", _EDGES, ("k", 2), "what a pulled row and a pushed one cost in each cover",
         lambda edges: torch.tensor(edges.covers.costs, dtype=torch.int32).view(-1, 2),
-        (_LOADING, _MERGING), dtype=torch.int32, problem=_wrong_costs,
+        dtype=torch.int32, problem=_wrong_costs,
     ),
     PartTensor(
         "cover_edges", _EDGES, (1,), "edges from other parts",
-        lambda edges: torch.tensor([edges.covers.num_edges]), (_LOADING, _MERGING),
-        problem=_other_cut,
+        lambda edges: torch.tensor([edges.covers.num_edges]), problem=_other_cut,
     ),
     PartTensor(
         "edge_index", _EDGES, (2, "e"),
         "edges whose target it owns: sources by their own numbers, then n + place in the halo; "
         "sorted by ((owner of the source - part) mod P, target, source, id)",
-        lambda edges: edges.edge_index, (_LOADING, _MERGING, _SAMPLES), below=("n + h", "m"),
+        lambda edges: edges.edge_index, below=("n + h", "m"),
     ),
     PartTensor(
         "e_id", ("edge",), ("e",), "global ids of its edges: columns of the whole `edge_index`",
-        lambda edges: edges.e_id, (_LOADING, "partition.whole_graph"), below=("E",), once=True,
+        lambda edges: edges.e_id, below=("E",), once=True,
     ),
 )
 # fmt: on
