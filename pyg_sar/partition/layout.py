@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -208,16 +208,8 @@ class PartitionStatistics(Shown):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as plain values that JSON can hold."""
-        return {
-            "edge_cut": self.edge_cut,
-            "edge_cut_fraction": self.edge_cut_fraction,
-            "replication_factor": self.replication_factor,
-            "balance": self.balance,
-            "nodes": self.nodes,
-            "edges": self.edges,
-            "halo": self.halo,
-            "training_nodes": self.training_nodes,
-        }
+        derived = ("edge_cut_fraction", "replication_factor", "balance")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def __str__(self) -> str:
         """Returns a table with one row for each of the first parts."""
@@ -253,24 +245,8 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
     """Measures a partition; ``train_mask`` is bool ``[N]``, or ``[N, k]``, of which the first split
     counts.
     """
-    return PartitionStatistics(
-        num_parts=layout.num_parts,
-        num_nodes=layout.sources.part.numel(),
-        num_edges=int(layout.edges.counts.sum()),
-        edge_cut=layout.edge_cut,
-        nodes=layout.sources.counts.tolist(),
-        edges=layout.edges.counts.tolist(),
-        halo=[halo.numel() for halo in layout.halos],
-        training_nodes=_training(layout.sources, train_mask),
-    )
-
-
-def _training(nodes: NodeOrder, mask: Tensor | None) -> list[int] | None:
-    """Returns the training nodes of each part; of a mask ``[N, k]`` those of the first split."""
-    if mask is None:
-        return None
-    chosen = nodes.part[mask if mask.dim() == 1 else mask[:, 0]]
-    return torch.bincount(chosen, minlength=nodes.num_parts).tolist()
+    row = _type_statistics("", layout.sources, train_mask)
+    return PartitionStatistics(**_totals([row], [_relation_statistics([], layout)]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +282,6 @@ class HeteroPartitionStatistics(PartitionStatistics):
     types: list[TypeStatistics] = field(default_factory=list)
     relations: list[RelationStatistics] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values that JSON can hold."""
-        return {
-            **super().as_dict(),
-            "types": [asdict(row) for row in self.types],
-            "relations": [asdict(row) for row in self.relations],
-        }
-
     def __str__(self) -> str:
         lines = [super().__str__(), f"{'nodes':>12}  {'max/mean':>9}  node type"]
         for kind in self.types:
@@ -336,42 +304,48 @@ def hetero_statistics(
     nodes: Mapping[str, NodeOrder],
     layouts: Mapping[EdgeType, Layout],
     train_masks: Mapping[str, Tensor],
-    num_parts: int,
 ) -> HeteroPartitionStatistics:
     """Measures a partition: of nodes and training nodes by type, and the relations' layouts."""
-    types = [
-        TypeStatistics(
-            name=name,
-            nodes=order.counts.tolist(),
-            training_nodes=_training(order, train_masks.get(name)),
-        )
-        for name, order in nodes.items()
-    ]
-    relations = [
-        RelationStatistics(
-            edge_type=list(edge_type),
-            edge_cut=layout.edge_cut,
-            edges=layout.edges.counts.tolist(),
-            halo=[halo.numel() for halo in layout.halos],
-        )
-        for edge_type, layout in layouts.items()
-    ]
-    known = [row.training_nodes for row in types if row.training_nodes is not None]
-    edges = _sum([row.edges for row in relations], num_parts)
-    own = _sum([row.nodes for row in types], num_parts)
-    return HeteroPartitionStatistics(
-        num_parts=num_parts,
-        num_nodes=sum(own),
-        num_edges=sum(edges),
-        edge_cut=sum(row.edge_cut for row in relations),
-        nodes=own,
-        edges=edges,
-        halo=_sum([row.halo for row in relations], num_parts),
-        training_nodes=_sum(known, num_parts) if known else None,
-        types=types,
-        relations=relations,
+    types = [_type_statistics(name, order, train_masks.get(name)) for name, order in nodes.items()]
+    relations = [_relation_statistics([*key], layout) for key, layout in layouts.items()]
+    return HeteroPartitionStatistics(**_totals(types, relations), types=types, relations=relations)
+
+
+def _type_statistics(name: str, nodes: NodeOrder, mask: Tensor | None) -> TypeStatistics:
+    training = None
+    if mask is not None:
+        chosen = nodes.part[mask if mask.dim() == 1 else mask[:, 0]]
+        training = torch.bincount(chosen, minlength=nodes.num_parts).tolist()
+    return TypeStatistics(name=name, nodes=nodes.counts.tolist(), training_nodes=training)
+
+
+def _relation_statistics(edge_type: list[str], layout: Layout) -> RelationStatistics:
+    return RelationStatistics(
+        edge_type=edge_type,
+        edge_cut=layout.edge_cut,
+        edges=layout.edges.counts.tolist(),
+        halo=[halo.numel() for halo in layout.halos],
     )
 
 
-def _sum(rows: list[list[int]], num_parts: int) -> list[int]:
-    return [sum(row[p] for row in rows) for p in range(num_parts)]
+def _totals(
+    types: Sequence[TypeStatistics], relations: Sequence[RelationStatistics]
+) -> dict[str, Any]:
+    """Returns the fields of :class:`PartitionStatistics`."""
+    num_parts = len(types[0].nodes)
+
+    def total(rows: list[list[int]]) -> list[int]:
+        return [sum(row[p] for row in rows) for p in range(num_parts)]
+
+    nodes, edges = total([row.nodes for row in types]), total([row.edges for row in relations])
+    known = [row.training_nodes for row in types if row.training_nodes is not None]
+    return {
+        "num_parts": num_parts,
+        "num_nodes": sum(nodes),
+        "num_edges": sum(edges),
+        "edge_cut": sum(row.edge_cut for row in relations),
+        "nodes": nodes,
+        "edges": edges,
+        "halo": total([row.halo for row in relations]),
+        "training_nodes": total(known) if known else None,
+    }

@@ -211,7 +211,7 @@ def prepare(
     split = [_SplitStore(store, order, scratch) for store in stores]
     layouts = {one.key: one.layout for one in split if one.layout is not None}
     if is_hetero([store.info for store in stores]):
-        statistics: PartitionStatistics = hetero_statistics(order, layouts, masks, num_parts)
+        statistics: PartitionStatistics = hetero_statistics(order, layouts, masks)
     else:
         statistics = partition_statistics(layouts[None], masks.get(""))
     if scratch is not None:
