@@ -4,14 +4,12 @@
 the number of parts, the owners and the format, so that the next run finds it. A graph whose
 transforms have drawn random numbers is another one in each run: its folder is a temporary one.
 
-[Note: transforms] A transform of a distributed graph runs at rank 0, on the whole graph, which is
-gathered. The result is partitioned anew. Graphs with as many nodes have the same owners of nodes
-throughout a script, so that tensors of one go together with those of another.
+[Note: owners] Graphs with as many nodes have the same owners of nodes throughout a script, so that
+tensors of one go together with those of another.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import sys
@@ -23,15 +21,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
-from torch_geometric.transforms import BaseTransform
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.node_lists import is_named
-from pyg_sar.partition.parts import as_batch
 from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import (
     merge_partitions,
@@ -40,13 +36,7 @@ from pyg_sar.partition.storage import (
     write_partitions,
 )
 from pyg_sar.partition.unfinished import add_to_digest
-from pyg_sar.tensors import (
-    NodeMatrix,
-    NodeTensor,
-    is_shared_matrix,
-    whole,
-    whole_matrix,
-)
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tensors.rows import Writes
 from pyg_sar.tools.script_together import Together
 
@@ -125,12 +115,6 @@ class Graphs:
                     f"dataset gives again, and is not here (rank {self.together.comm.rank}): take "
                     "the graph once, or change dataset[0].clone()"
                 )
-
-    def transform(self, transform: Any, data: Any, name: str) -> Any:
-        """Returns what a transform makes of a distributed graph. See [Note: transforms]."""
-        plain = gathered(data, keep=self.together.comm.rank == 0)
-        found = self.share(lambda: transform(plain), name)
-        return as_batch(found, data.num_graphs) if isinstance(data, Batch) else found
 
     # At rank 0 ---------------------------------------------------------------
 
@@ -238,65 +222,6 @@ def default_cache() -> Path:
     """Returns the folder of the user's cache for partitions."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "pyg_sar" / "graphs"
-
-
-def gathered(data: Any, keep: bool) -> Graph | None:
-    """Returns the whole graph of a distributed one as a plain ``Data``. Collective.
-
-    ``None`` where ``keep`` is false: this worker is not to have it.
-    """
-    plain: Graph = HeteroData() if isinstance(data, HeteroData) else Data()
-    for store, target in zip(data.stores, _empty_stores(plain, data), strict=True):
-        for key, value in store.items():
-            value = _plain(value, f"a transform of '{key}'")
-            if keep:
-                target[key] = value
-    if isinstance(data, Batch):
-        as_batch(plain, data.num_graphs)
-    return plain if keep else None
-
-
-def with_whole_tensors(transform: Any) -> Any:
-    """Returns a transform that has whole tensors where it has node tensors. Collective.
-
-    ``FeaturePropagation(missing_mask=data.x.isnan())`` and those that hold it (``Compose``) are
-    copied; others are returned themselves.
-    """
-    changed = {}
-    for key, value in vars(transform).items():
-        what = f"{type(transform).__name__}.{key}"
-        if isinstance(value, NodeTensor):
-            changed[key] = whole(value, what)
-        elif isinstance(value, list) and any(isinstance(one, BaseTransform) for one in value):
-            inner = [with_whole_tensors(v) if isinstance(v, BaseTransform) else v for v in value]
-            if any(a is not b for a, b in zip(inner, value, strict=True)):
-                changed[key] = inner
-    if not changed:
-        return transform
-    transform = copy.copy(transform)
-    vars(transform).update(changed)
-    return transform
-
-
-def _empty_stores(plain: Any, data: Any) -> list[Any]:
-    if not isinstance(data, HeteroData):
-        return [plain._store]
-    named = [plain[store._key] for store in data.node_stores + data.edge_stores]
-    return [plain._global_store, *named]
-
-
-def _plain(value: Any, what: str) -> Any:
-    if isinstance(value, NodeTensor):
-        return whole(value, what).contiguous()
-    if isinstance(value, NodeMatrix):
-        return value.whole()
-    if is_shared_matrix(value):
-        return whole_matrix(value)
-    if isinstance(value, dict):
-        return {key: _plain(one, what) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_plain(one, what) for one in value)
-    return value
 
 
 def node_counts(data: Graph) -> Any:

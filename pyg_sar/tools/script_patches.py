@@ -29,7 +29,6 @@ import torch_geometric.loader
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
-from torch_geometric.transforms import BaseTransform
 from torch_geometric.typing import WITH_TORCH_SPARSE
 
 from pyg_sar.comm.group import current
@@ -39,7 +38,7 @@ from pyg_sar.tensors.sparse import unsorted_matrices
 from pyg_sar.tools.inference import is_distributed
 from pyg_sar.tools.models import default_dtype
 from pyg_sar.tools.script_files import NoInput, Output, PrivateFiles, called_by_package
-from pyg_sar.tools.script_graphs import Graphs, with_whole_tensors
+from pyg_sar.tools.script_graphs import Graphs
 from pyg_sar.tools.script_loaders import divided, in_place_here
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_together import Together
@@ -173,7 +172,6 @@ class Process:
             for name in ("num_classes", "num_node_features", "num_edge_features"):
                 if name in vars(kind):
                     put(kind, name, number)
-        put(BaseTransform, "__call__", self._on_workers(_transform))
 
     # Models ------------------------------------------------------------------
 
@@ -287,13 +285,6 @@ def _number(worker: Worker, real: Function, dataset: Any) -> Any:
     if len(dataset) != 1 or is_distributed(dataset.__dict__.get("_data")):
         return real(dataset)
     return worker.together.first(lambda: int(real(dataset)))
-
-
-def _transform(worker: Worker, real: Function, transform: Any, graph: Any) -> Any:
-    if not is_distributed(graph):
-        return real(transform, graph)
-    apply = partial(real, with_whole_tensors(transform))
-    return worker.graphs.transform(apply, graph, type(transform).__name__)
 
 
 def _note(worker: Worker, real: Function, module: Module, /, *args: Any, **kwargs: Any) -> None:
