@@ -17,14 +17,13 @@ import torch
 from oracle import ended
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.utils import is_undirected
 
 import pyg_sar
 from pyg_sar.kernels import ops
 from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
-from pyg_sar.partition.scratch import Scratch, is_symmetric
+from pyg_sar.partition.scratch import Scratch
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.cli import main
 
@@ -373,16 +372,6 @@ def test_balanced_becomes_coarsened_where_metis_does_not_fit(tmp_path: Path) -> 
     found = assign_nodes(*given, "balanced", report=lines.append, scratch=small)
     assert torch.equal(found, assign_nodes(*given, "coarsened", scratch=small))
     assert any("it cuts a coarsened graph" in line for line in lines)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_symmetric_is_what_pyg_calls_undirected(seed: int) -> None:
-    torch.manual_seed(seed)
-    edges = torch.randint(0, 6, (2, 9))
-    both = torch.cat([edges, edges.flip(0)], 1)
-    dropped = both[:, torch.randperm(18)[:17]]
-    for found in (edges, both, dropped, edges[:, :0]):
-        assert is_symmetric(found) == is_undirected(found, num_nodes=6)
 
 
 # Folders ######################################################################

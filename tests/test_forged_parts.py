@@ -143,7 +143,7 @@ STRUCTURE = (
     *("cover_edges", "place"),
 )
 """Tensors of which every other value can be told from the right one."""
-RANGES = ("edge_index", "crow", "col", "starts", "batch", "ids")
+RANGES = ("edge_index", "crow", "col", "starts", "ids")
 """Tensors of which values out of range can be told: others are those of another graph."""
 
 

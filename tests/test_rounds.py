@@ -127,7 +127,7 @@ def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
 
 
 def test_loading_exchanges_a_digest_and_random_states(tmp_path: Path, graph: Data):
-    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData.
+    """One collective of 33 bytes and 2 + 2W numbers, also with ``batch``, and of a HeteroData.
 
     And rank 0's states of three generators: PyTorch's 5056 bytes, and 1254 numbers of the others.
     """
@@ -138,7 +138,7 @@ def test_loading_exchanges_a_digest_and_random_states(tmp_path: Path, graph: Dat
     pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
     for name in ("batched", "hetero"):
         for rank, (layers, sent) in enumerate(workers(bytes_of_loading, 3, tmp_path / name)):
-            size, states = 33 + 8 * (3 + 2 * 3), "random states " + ("in" if rank else "out")
+            size, states = 33 + 8 * (2 + 2 * 3), "random states " + ("in" if rank else "out")
             assert layers[""].pop(states) == 5056 + 8 * 1254
             assert layers == {"": {"agreement in": 2 * size, "agreement out": size}}
             assert sent == (1 if rank else 1 + 2)

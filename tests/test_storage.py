@@ -213,8 +213,6 @@ def test_real_graphs(name, shared_data, tmp_path):
     assert statistics.edge_cut < random.edge_cut / 1.5
     assert statistics.balance["nodes"] <= 1.1 and statistics.balance["edges"] <= 1.1
     assert_same_data(data, merge_partitions(tmp_path / "parts"))
-    directed = "hepph" in name or name == "minesweeper.npz"  # minesweeper: one column per edge.
-    assert read_metadata(tmp_path / "parts").is_directed == directed
 
 
 def test_data_without_features_or_edges(tmp_path):

@@ -86,10 +86,7 @@ _FORMS = {
     "json": ("json", "tuple", "coded"),
 }
 _KINDS = ("nodes", "links")
-_PLAIN = (
-    *("num_parts", "num_nodes", "num_edges", "is_directed"),
-    *("method", "seed", "num_graphs", "batched"),
-)
+_PLAIN = ("num_parts", "num_nodes", "num_edges", "method", "seed", "batched")
 _ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
@@ -125,13 +122,11 @@ class PartitionMetadata(Shown):
     num_parts: int
     num_nodes: int
     num_edges: int
-    is_directed: bool
     method: str
     seed: int
     statistics: PartitionStatistics
     stores: list[StoreInfo]
     parts: list[PartInfo]
-    num_graphs: int | None = None
     batched: int | None = None  # Graphs of a ``Batch``, which it is again.
     series: dict[str, SeriesInfo] = field(default_factory=dict)
 
@@ -269,7 +264,7 @@ def parse_metadata(path: Path, content: Any) -> PartitionMetadata:
 
 
 def _parsed(root: Path, content: dict[str, Any]) -> PartitionMetadata:
-    missing: dict[str, Any] = {"num_graphs": None, "batched": None, "lists": [], "series": {}}
+    missing: dict[str, Any] = {"batched": None, "lists": [], "series": {}}
     content = missing | content
     graph = fields_of(PartitionMetadata, content, "", *_PLAIN)
     num_parts = graph["num_parts"]

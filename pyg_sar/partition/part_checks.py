@@ -112,7 +112,6 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
                 _check_attributes(checked, group.attributes, {"row": sizes["e"]})
         counts = {level: known["n" if level == "node" else "e"] for level in store.totals}
         _check_attributes(_Tensors(path, tensors, store.prefix), store.attributes, counts)
-    _check_batch(metadata, _Tensors(path, tensors))
 
 
 def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) -> None:
@@ -229,33 +228,9 @@ def _check_strings(checked: _Tensors, names: dict[str, str], rows: int) -> None:
     checked.check(whole, names["starts"], "it cuts a character")
 
 
-def _check_batch(metadata: PartitionMetadata, checked: _Tensors) -> None:
-    """Checks that graph ids are those of ``num_graphs`` graphs."""
-    batch = graph_ids(metadata, checked.tensors)
-    if metadata.num_graphs is None:
-        return
-    if batch is None:
-        raise PartitionError(
-            f"The metadata of '{checked.path.parent}' was altered: 'num_graphs' is "
-            f"{metadata.num_graphs}, but there is no vector 'batch'; copy it again or partition "
-            "the graph anew"
-        )
-    checked.within("node.batch", batch, metadata.num_graphs, "graphs")
-
-
-def graph_ids(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor | None:
-    """Returns the graph of each node, where there is a vector of such ids."""
-    kind = metadata.attributes.get("batch")
-    if metadata.hetero or kind is None:
-        return None
-    if (kind.level, kind.layout, kind.dtype, len(kind.shape)) != ("node", "dense", "int64", 1):
-        return None
-    return tensors["node.batch"]
-
-
 def num_marks(num_parts: int) -> int:
     """Returns the number of entries of :func:`part_marks`."""
-    return 3 + 2 * num_parts
+    return 2 + 2 * num_parts
 
 
 def part_marks(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor:
@@ -267,8 +242,6 @@ def part_marks(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor:
         ids = group.ids(tensors) if group.listed is None else group.ids(tensors) + 1
         sums[0] += _factor(k) * int(ids.sum())
         sums[1] += _factor(k) * int(torch.dot(ids, ids))
-    batch = graph_ids(metadata, tensors)
-    graphs = 0 if batch is None or not batch.numel() else int(batch.max()) + 1
     needs = [hashlib.sha256() for _ in range(metadata.num_parts)]
     sends = [hashlib.sha256() for _ in range(metadata.num_parts)]
     own: dict[str, Tensor] = {}
@@ -278,7 +251,7 @@ def part_marks(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor:
         elif group.kind != "nodes":
             _add_halo(needs, sends, own[group.ends[0]], without_prefix(tensors, group.prefix))
     hashes = [int.from_bytes(found.digest()[:8], "little") for found in (*needs, *sends)]
-    return torch.tensor([_signed(n) for n in (*sums, graphs, *hashes)])
+    return torch.tensor([_signed(n) for n in (*sums, *hashes)])
 
 
 def _add_halo(needs: list[Any], sends: list[Any], own: Tensor, rows: PartTensors) -> None:
@@ -314,15 +287,10 @@ def check_marks(metadata: PartitionMetadata, marks: Tensor) -> None:
             f"The parts of '{metadata.root}' don't hold each node and edge of the graph once, or "
             f"each entry of a list of node ids ('n_id', 'e_id', 'place'): one was altered; {remedy}"
         )
-    if metadata.num_graphs is not None and max(r[2] for r in rows) != metadata.num_graphs:
-        raise PartitionError(
-            f"The parts of '{metadata.root}' hold {counted(max(r[2] for r in rows), 'graphs')} "
-            f"('batch'), its metadata says {metadata.num_graphs}: one was altered; {remedy}"
-        )
     count = metadata.num_parts
     for p in range(count):
         for q in range(count):
-            if rows[p][3 + q] != rows[q][3 + count + p]:
+            if rows[p][2 + q] != rows[q][2 + count + p]:
                 raise PartitionError(
                     f"Parts {p} and {q} of '{metadata.root}' don't belong together: 'halo_n_id' of "
                     f"part {p} names other rows than 'send_index' of part {q}; {remedy}"

@@ -208,17 +208,6 @@ def grouped(
     return found
 
 
-def is_symmetric(edge_index: Tensor) -> bool:
-    """Says if each edge comes as often as its reverse, by sums of two hashes of 64 bits."""
-    found = torch.zeros(2, dtype=torch.long)
-    for ends in edge_index.split(2**16, dim=1):
-        for k in range(2):
-            source, target = mixed(ends.long() + (k << 62))
-            forth, back = mixed(source * _ODD + target), mixed(target * _ODD + source)
-            found[k] += (forth - back).sum()
-    return not bool(found.any())
-
-
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 

@@ -53,7 +53,7 @@ from pyg_sar.partition.schema import (
     is_hetero,
     make_tensors,
 )
-from pyg_sar.partition.scratch import GroupedEdges, Scratch, is_symmetric
+from pyg_sar.partition.scratch import GroupedEdges, Scratch
 from pyg_sar.wording import counted
 
 Report = Callable[[str], None]
@@ -294,17 +294,13 @@ def _header(
         "num_parts": statistics.num_parts,
         "num_nodes": statistics.num_nodes,
         "num_edges": statistics.num_edges,
-        "is_directed": True,
         "method": method if isinstance(method, str) else "vector",
         "seed": seed,
         "statistics": statistics.as_dict(),
         "attributes": described[0]["attributes"],
         "values": described[0]["values"],
     }
-    first = stores[0]
-    if first.edges is not None:
-        header["is_directed"] = not is_symmetric(first.edges)
-        header["num_graphs"] = _num_graphs(first.columns)
+    if stores[0].edges is not None:
         header["lists"] = described[0]["lists"]
         return header
     header["hetero"] = {"types": [], "relations": []}
@@ -314,17 +310,6 @@ def _header(
         kind = "types" if level == "node" else "relations"
         header["hetero"][kind].append({"name": name, "count": count, **row})
     return header
-
-
-def _num_graphs(columns: dict[str, Column]) -> int | None:
-    """Returns the largest graph id of ``batch`` and one, if that is a vector of such ids."""
-    column = columns.get("batch")
-    if column is None or column.attribute.level != "node" or column.attribute.dtype != "int64":
-        return None
-    batch = column.tensors[""]
-    if batch.dim() != 1 or (batch < 0).any():
-        return None
-    return int(batch.max()) + 1 if batch.numel() else 0
 
 
 # Training nodes ##########################################################################
