@@ -251,7 +251,7 @@ def read_text(path: Path) -> str:
 # has such a name, is this user's, is a folder and no link, and holds the marker, or nothing. Where
 # the file system has no such locks nothing is removed.
 
-_MARKER = ".pyg_sar"
+MARKER = ".pyg_sar"
 _REPLACED = "replaced"
 _TEMPORARY = re.compile(r"(?:pyg_sar-[a-z]+-|\.(.{1,100})\.tmp-)[0-9a-f]{16}", re.DOTALL)
 
@@ -273,7 +273,7 @@ class TemporaryFolder:
             if found is not None:
                 break
         self.close = weakref.finalize(self, _close, self.path, found[0], os.getpid())
-        (self.path / _MARKER).touch()
+        (self.path / MARKER).touch()
 
     @classmethod
     def beside(cls, path: Path) -> TemporaryFolder:
@@ -351,17 +351,12 @@ def remove_folder(path: Path, descriptor: int) -> None:
 def empty_folder(descriptor: int) -> None:
     """Removes what is in an open folder."""
     # The marker goes last: what is left of it if this process is killed here is known by it.
-    for name in sorted(os.listdir(descriptor), key=lambda name: name == _MARKER):
+    for name in sorted(os.listdir(descriptor), key=lambda name: name == MARKER):
         mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
         if stat.S_ISDIR(mode):
             shutil.rmtree(name, ignore_errors=True, dir_fd=descriptor)
         else:
             os.unlink(name, dir_fd=descriptor)
-
-
-def is_temporary(name: str) -> bool:
-    """Says if a name is one of a :class:`TemporaryFolder`."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -378,7 +373,7 @@ def remove_leftovers(parent: Path) -> None:
             descriptor, locked = found
             try:
                 held = os.listdir(descriptor)
-                if not locked or (held and _MARKER not in held):
+                if not locked or (held and MARKER not in held):
                     continue
                 if match[1] and _REPLACED in held and not os.path.lexists(parent / match[1]):
                     (path / _REPLACED).rename(parent / match[1])  # It was killed in between.

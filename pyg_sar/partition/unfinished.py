@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,9 +25,9 @@ from torch import Tensor
 from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import (
+    MARKER,
     empty_folder,
     has_checksum,
-    is_temporary,
     lock_folder,
     read_text,
     remove_folder,
@@ -39,16 +38,13 @@ from pyg_sar.files import (
 
 _PIECE = 1 << 24  # bytes that are read at a time
 _REQUEST = "request.json"
-_PART = r"part-\d+-of-\d+\.safetensors"
-_KNOWN = re.compile(rf"request\.json|assignment\.(?:npy|json)|(?:\d+|{_PART})\.json")
-_FOLDERS = {"parts": re.compile(rf"{_PART}|metadata\.json"), "scratch": re.compile(r"scratch-\d+")}
 
 
 class Unfinished:
     """The folder of a partitioning under way. See [Note: resuming].
 
     Its name can be foretold, so it is looked at before anything of it is taken or removed: it is a
-    folder, no link, of this user, and holds what a partitioning leaves and nothing else.
+    folder, no link, of this user, and empty or marked as one of this package.
     ``request`` is all that decides the partition's bytes, as values of JSON.
 
     Attributes:
@@ -71,9 +67,12 @@ class Unfinished:
             raise ValueError(f"Another process is writing '{root}'; choose another folder")
         self._descriptor = found[0]
         try:
-            self._check_contents()
+            held = os.listdir(self._descriptor)
+            if held and MARKER not in held:
+                self._refuse(f"it holds '{held[0]}', and no '{MARKER}'")
             if self._saved(_REQUEST) != {"request": dict(request)}:
                 empty_folder(self._descriptor)
+                (self.folder / MARKER).touch()
                 self._save(_REQUEST, {"request": dict(request)})
             shutil.rmtree(self.scratch, ignore_errors=True)
         except BaseException:
@@ -85,18 +84,6 @@ class Unfinished:
             f"'{self.folder}' has the name of what an unfinished partitioning leaves, and is not "
             f"that ({problem}): move it elsewhere, or choose another folder"
         )
-
-    def _check_contents(self) -> None:
-        for name in os.listdir(self._descriptor):
-            inner = self.folder / name
-            if name in _FOLDERS and inner.is_dir() and not inner.is_symlink():
-                paths, known = list(inner.iterdir()), _FOLDERS[name]
-            else:
-                paths, known = [inner], _KNOWN
-            for path in paths:
-                known_file = known.fullmatch(path.name) and path.is_file()
-                if path.is_symlink() or not (known_file or is_temporary(path.name)):
-                    self._refuse(f"it holds '{path.relative_to(self.folder)}'")
 
     def _save(self, name: str, content: dict[str, Any]) -> None:
         text = with_checksum(content)
