@@ -375,9 +375,9 @@ def test_after_training(tmp_path, monkeypatch):
         def __init__(self, hidden: int) -> None:
             super().__init__()
 
-    data, stock = a_graph(), {"in_channels": 4, "hidden_channels": 4, "num_layers": 1}
-    about = {"extra": {"pyg": {"name": "GCN", "arguments": stock}}}
-    pyg_sar.train.save_checkpoint("run.ckpt", GCN(**stock), state=about)
+    data, sizes = a_graph(), {"in_channels": 4, "out_channels": 4}
+    extra = {"model": {"name": "gcn", "hidden": 4, "layers": 1}, "pyg": {"arguments": sizes}}
+    pyg_sar.train.save_checkpoint("run.ckpt", GCN(4, 4, 1, 4), state={"extra": extra})
     names = {"MyModel": Own, "CheckpointEvery": pyg_sar.train.CheckpointEvery, "numpy": numpy}
     run("docs/inference.md", snippets("docs/inference.md"), pyg_sar=pyg_sar, data=data, **names)
     assert numpy.load("scores.npy").shape == (30, 3)

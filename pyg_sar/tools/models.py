@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,65 +36,12 @@ MODELS: tuple[str, ...] = ("gat", "gatv2", "sage", "gcn", "gin")
 NORMS: tuple[str, ...] = ("none", "batch", "layer")
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is int and 1 <= value < 2**31
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-# What a file may say of a model: the arguments, and of each the values that are taken.
-_SIZES = ("in_channels", "hidden_channels", "num_layers", "out_channels")
-_ARGUMENTS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(_SIZES, _is_size),
-    "dropout": lambda value: type(value) in (int, float) and 0.0 <= value < 1.0,
-    "norm": lambda value: value in ("BatchNorm", "LayerNorm"),
-    "norm_kwargs": lambda value: value == {"mode": "node"},
-}
-_CLASSES: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "GAT": {"heads": _is_size, "v2": _is_flag},
-    "GraphSAGE": {},
-    "GCN": {"cached": _is_flag},
-    "GIN": {"train_eps": _is_flag},
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockModel:
     """A class of ``torch_geometric.nn`` and its keyword arguments, as JSON can hold them."""
 
     name: str
     arguments: dict[str, Any]
-
-    @classmethod
-    def from_file(cls, said: Mapping[str, Any]) -> StockModel:
-        """Returns what a checkpoint names, where :func:`stock_model` could have returned it.
-
-        PyG's classes run code that arguments hold (``Sequential``), or build classes that arguments
-        name (``act``). So a file may name the classes and the arguments of this module only, with
-        values of their types.
-
-        Raises:
-            ValueError: For another class, another argument, a missing one or another value.
-        """
-        name, given = said.get("name"), said.get("arguments")
-        if not isinstance(name, str) or name not in _CLASSES or not isinstance(given, dict):
-            raise ValueError(
-                f"it names {name!r}, and pyg-sar trains {', '.join(_CLASSES)}; pass the model's "
-                "class (load_model(checkpoint, MyModel))"
-            )
-        known = {**_ARGUMENTS, **_CLASSES[name]}
-        for argument, value in given.items():
-            if argument not in known or not known[argument](value):
-                raise ValueError(
-                    f"{name} with {argument}={value!r} is no model of pyg-sar train; pass the "
-                    "model's class (load_model(checkpoint, MyModel))"
-                )
-        missing = [argument for argument in _SIZES[:3] if argument not in given]
-        if missing:
-            raise ValueError(f"it names {name} without {', '.join(missing)}")
-        return cls(name=name, arguments=dict(given))
 
     def build(self) -> nn.Module:
         """Returns the model, its parameters drawn from the current random state.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, call_with, check_names, imported_model
-from pyg_sar.tools.run import UsageError, as_usage_errors, call_of, use_features
+from pyg_sar.tools.run import ModelConfig, UsageError, as_usage_errors, call_of, use_features
 from pyg_sar.tools.tables import TABLES, arrow, names_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from pyg_sar.train.targets import find_targets
@@ -115,14 +115,20 @@ def _extra(found: Checkpoint) -> dict[str, Any]:
 
 
 def _stock(extra: dict[str, Any]) -> StockModel | None:
-    """Returns the class of ``torch_geometric.nn`` and its arguments that a checkpoint holds."""
-    said = extra.get("pyg")
-    if not isinstance(said, dict):
+    """Returns the model of ``pyg-sar train`` that a checkpoint names, if it does.
+
+    PyG's classes run code that arguments hold (``Sequential``), or build classes that arguments
+    name (``act``). So only the settings of :class:`ModelConfig`, which are checked, are taken, and
+    the numbers of features and classes. What is cached is of the training's graph.
+    """
+    model, pyg = extra.get("model"), extra.get("pyg")
+    sizes = pyg.get("arguments") if isinstance(pyg, dict) else None
+    if not isinstance(model, dict) or not isinstance(sizes, dict):
         return None
-    stock = StockModel.from_file(said)
-    if stock.arguments.get("cached"):
-        stock.arguments["cached"] = False  # The run had one graph; this model may be given others.
-    return stock
+    names = [field.name for field in fields(ModelConfig)]
+    config = ModelConfig(**{name: model[name] for name in names if name in model})
+    channels: list[Any] = [sizes.get("in_channels"), sizes.get("out_channels")]
+    return config.stock(*channels, cached=False)
 
 
 def _loaded(
