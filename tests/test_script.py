@@ -103,6 +103,52 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 for epoch in range(2):
     print(f"{train(model, data, optimizer):.14f}", f"{torch.rand(1).item():.12f}")
 """,
+    "part of a model": """
+from torch_geometric.data import HeteroData
+from torch_geometric.nn import to_hetero
+class Several(Graphs):
+    def __init__(self):
+        InMemoryDataset.__init__(self, "several")
+        self.load(self.processed_paths[0], data_cls=HeteroData)
+    def process(self):
+        g, data = torch.Generator().manual_seed(1), HeteroData()
+        for name, *size in (("user", 30, 4), ("film", 20, 5)):
+            data[name].x = torch.rand(size, generator=g)
+        ends = [torch.randint(count, (150,), generator=g) for count in (30, 20)]
+        data["user", "rates", "film"].edge_index = torch.stack(ends)
+        data["user", "rates", "film"].edge_label = torch.rand(150, generator=g)
+        self.save([data], self.processed_paths[0])
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = SAGEConv((-1, -1), 8), SAGEConv((-1, -1), 8)
+    def forward(self, x, edge_index):
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+class Ratings(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = to_hetero(Encoder(), data.metadata())
+        self.head = torch.nn.Linear(16, 1)
+    def forward(self, data, pairs):
+        z = self.encoder(data.x_dict, data.edge_index_dict)
+        return self.head(torch.cat([z["user"][pairs[0]], z["film"][pairs[1]]], -1)).view(-1)
+data = T.ToUndirected()(Several()[0])
+del data["film", "rev_rates", "user"].edge_label
+split = T.RandomLinkSplit(0.1, 0.1, neg_sampling_ratio=0.0, edge_types=[("user", "rates", "film")],
+                          rev_edge_types=[("film", "rev_rates", "user")])
+train_data, val_data, test_data = split(data)
+model = Ratings()
+with torch.no_grad():
+    model.encoder(train_data.x_dict, train_data.edge_index_dict)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for part in (train_data, train_data, val_data):
+    optimizer.zero_grad()
+    found = model(part, part["user", "film"].edge_label_index)
+    loss = F.mse_loss(found, part["user", "film"].edge_label)
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.14f}", len(found))
+""",
     "made edges": """
 from torch_geometric.utils import dropout_edge
 data = Graphs()[0]
@@ -384,9 +430,9 @@ def test_a_graph_is_processed_once_and_partitioned_once(outcomes):
     folder = outcomes[0]
     processed = [result["train"][2].count("processed\n") for result in outcomes[1]]
     assert processed == [1, 0]
-    # With features as they are, also by dataset.data, normalised, and normalised by a dataset whose
-    # graph was changed.
-    assert len(list((folder / "cache").iterdir())) == 3
+    # With features as they are, also by dataset.data, normalised, normalised by a dataset whose
+    # graph was changed, and of several types.
+    assert len(list((folder / "cache").iterdir())) == 4
 
 
 # Refused ######################################################################

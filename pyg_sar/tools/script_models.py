@@ -73,7 +73,7 @@ class Models:
         self._check_device(whole_graph, f"{type(module).__name__} got a tensor of the graph")
         if whole_graph and not self.is_ready(module):
             for root in self._roots([module]):
-                self.prepare(root, (args, kwargs) if root is module else None)
+                self.prepare(root, (module, args, kwargs))
             # By the method of the class that it has now.
             return module(*args, **kwargs)
         if not isinstance(module, GlobalCalls):
@@ -143,10 +143,11 @@ class Models:
         outermost = [module for module in everyone if id(module) not in inside]
         return [m for m in outermost if not wanted.isdisjoint(map(id, m.modules()))]
 
-    def prepare(self, root: Module, call: tuple[Any, Any] | None) -> None:
+    def prepare(self, root: Module, call: tuple[Module, Any, Any] | None) -> None:
         """Distributes a model, unless it is already.
 
-        ``call`` has the arguments that it is called with, by which lazy layers get their widths.
+        ``call`` is the model, or a part of it, and the arguments that it is called with, by which
+        lazy layers get their widths.
         """
         if all(map(self.is_ready, root.modules())):
             return
@@ -158,13 +159,13 @@ class Models:
         with torch.random.fork_rng(devices=[]):
             lazy = [m for m in root.modules() if any(map(is_lazy, _own(m)))]
             if lazy:
-                if call is None:
+                if call is None or not {*lazy} <= {*call[0].modules()}:
                     raise DistributedIndexError(
                         f"'{type(root).__name__}' has layers whose widths are not known yet "
                         f"({', '.join(sorted({type(m).__name__ for m in lazy}))}), and a part of "
                         "it is called alone: call the whole model first"
                     )
-                self._find_widths(root, *call)
+                self._find_widths(*call)
             distribute(root)
         for module in root.modules():
             self._ready[id(module)] = weakref.ref(module)
