@@ -430,9 +430,8 @@ def test_a_graph_is_processed_once_and_partitioned_once(outcomes):
     folder = outcomes[0]
     processed = [result["train"][2].count("processed\n") for result in outcomes[1]]
     assert processed == [1, 0]
-    # With features as they are, also by dataset.data, normalised, normalised by a dataset whose
-    # graph was changed, and of several types.
-    assert len(list((folder / "cache").iterdir())) == 4
+    # With features as they are, also by dataset.data, normalised, and of several types.
+    assert len(list((folder / "cache").iterdir())) == 3
 
 
 # Refused ######################################################################

@@ -1,11 +1,8 @@
 """Graphs of a script that several workers run: they are partitioned, and kept in a cache.
 
 [Note: the cache] Rank 0 partitions a graph into a folder that is named by a digest of the graph,
-the number of parts, the owners and the format, so that the next run finds it. A graph whose
-transforms have drawn random numbers is another one in each run: its folder is a temporary one.
-
-[Note: owners] Graphs with as many nodes have the same owners of nodes throughout a script, so that
-tensors of one go together with those of another.
+the number of parts and the format, so that the next run finds it. A graph whose transforms have
+drawn random numbers is another one in each run: its folder is a temporary one.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
@@ -31,7 +26,6 @@ from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import (
     merge_partitions,
-    read_part,
     remove_partition,
     write_partitions,
 )
@@ -43,7 +37,6 @@ from pyg_sar.tools.script_together import Together
 METHOD = "balanced"
 """The partitioner."""
 
-Owners = Tensor | dict[str, Tensor]
 Graph: TypeAlias = Data | HeteroData
 
 
@@ -59,7 +52,6 @@ class Graphs:
     node_ids: Mapping[str, bool] | None = None
     levels: Mapping[str, str] | None = None
     temporary: TemporaryFolder | None = None
-    owners: dict[Any, Owners] = field(default_factory=dict)
     given: WeakKeyDictionary[Any, list[tuple[str, Writes, int]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -84,7 +76,6 @@ class Graphs:
             made = make()
             return self._written(made, self.together.states() == before, name)
 
-        owners = dict(self.owners)
         where = self.together.first(work)
         try:
             found = self._loaded(where)
@@ -92,7 +83,6 @@ class Graphs:
             # On all workers alike. What is in the cache was made by the same calls: once more.
             if not self.together.first(lambda: self._remove_damaged(where)):
                 raise
-            self.owners = owners
             found = self._loaded(self.together.first(work))
         if dataset is not None:
             self.remember(dataset, found)
@@ -131,9 +121,8 @@ class Graphs:
 
     def _folder(self, data: Graph, keep: bool, name: str) -> str:
         parts = self.together.comm.world_size
-        owners = self.owners.get(node_counts(data))
         found = hashlib.sha256()
-        how = [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
+        how = [VERSION, parts, METHOD, type(data).__name__, self.node_ids, self.levels]
         try:
             for value in (how, data.to_dict()):
                 add_to_digest(found, value)
@@ -145,7 +134,7 @@ class Graphs:
         folder = f"{found.hexdigest()[:32]}-{parts}"
         if keep:
             try:
-                return self._partition(data, self.cache / folder, owners, name)
+                return self._partition(data, self.cache / folder, name)
             except FileExistsError:
                 raise  # What lies there is not of a cache.
             except OSError as error:
@@ -154,33 +143,27 @@ class Graphs:
                     f"written ({error}); --cache DIR chooses another\n"
                 )
         self.temporary = self.temporary or TemporaryFolder("pyg_sar-parts-")
-        return self._partition(data, self.temporary.path / folder, owners, name)
+        return self._partition(data, self.temporary.path / folder, name)
 
-    def _partition(self, data: Graph, root: Path, owners: Owners | None, name: str) -> str:
+    def _partition(self, data: Graph, root: Path, name: str) -> str:
         """Partitions a graph, unless that was done before; returns the partition's folder."""
-        parts, key = self.together.comm.world_size, node_counts(data)
-        known, problem = _owners_there(root, owners)
-        if known is None:
-            root.parent.mkdir(parents=True, exist_ok=True)
-            method = METHOD if owners is None else owners
-            if os.path.lexists(root):
-                _remove(root, problem)
-            try:
-                write_partitions(
-                    data,
-                    parts,
-                    root,
-                    method,
-                    node_ids=self.lists_in(data),
-                    levels={k: level for k, level in (self.levels or {}).items() if k in data},
-                )
-            except FileExistsError:  # by another run, meanwhile
-                if _owners_there(root, owners)[0] is None:
-                    raise
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{name} can't be distributed: {error}") from error
-            known = owners_of(root) if owners is None else owners
-        self.owners.setdefault(key, known)
+        try:
+            read_metadata(root)
+            return str(root)
+        except PartitionError as error:
+            problem = str(error)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(root):
+            _remove(root, problem)
+        lists = self.lists_in(data)
+        levels = {k: level for k, level in (self.levels or {}).items() if k in data}
+        parts = self.together.comm.world_size
+        try:
+            write_partitions(data, parts, root, METHOD, node_ids=lists, levels=levels)
+        except FileExistsError:  # by another run, meanwhile
+            read_metadata(root)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} can't be distributed: {error}") from error
         return str(root)
 
     def lists_in(self, data: Graph) -> dict[str, bool]:
@@ -222,40 +205,6 @@ def default_cache() -> Path:
     """Returns the folder of the user's cache for partitions."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "pyg_sar" / "graphs"
-
-
-def node_counts(data: Graph) -> Any:
-    """Returns the numbers of nodes by type, by which graphs with the same nodes are told."""
-    if isinstance(data, HeteroData):
-        return tuple((store._key, store.num_nodes) for store in data.node_stores)
-    return data.num_nodes
-
-
-def owners_of(root: str | Path) -> Owners:
-    """Returns the part of each node of a partition; of a heterogeneous one by node type."""
-    metadata = read_metadata(root)
-    rows = [read_part(root, p, verify=False, metadata=metadata) for p in range(metadata.num_parts)]
-    owners = {}
-    for group in metadata.groups():
-        if group.kind == "node":
-            owner = owners[group.ends[0]] = torch.empty(group.total, dtype=torch.long)
-            for part, tensors in enumerate(rows):
-                owner[group.ids(tensors)] = part
-    return owners if metadata.hetero else owners[""]
-
-
-def _owners_there(root: Path, owners: Owners | None) -> tuple[Owners | None, str]:
-    """Returns the owners of a partition's nodes; ``None`` and why where there is no whole one.
-
-    Where ``owners`` are known, the parts are not looked at.
-    """
-    try:
-        if owners is None:
-            return owners_of(root), ""
-        read_metadata(root)
-    except PartitionError as error:
-        return None, str(error)
-    return owners, ""
 
 
 def _remove(root: Path, problem: str) -> None:
