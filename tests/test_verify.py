@@ -220,6 +220,19 @@ def test_the_model_s_own_end_is_found(graph: Data):
     assert report.layers[0].output_error < 1e-12
 
 
+def test_gradients_that_are_zero_differ_by_rounding():
+    """The softmax of one edge is 1, whatever its attributes. There are as many edges as nodes."""
+    rows = torch.arange(30)
+    edge_index = torch.stack([rows, rows // 3 * 3 + (rows + 1) % 3])
+    ring = Data(x=torch.rand(30, 4), edge_index=edge_index, edge_attr=torch.rand(30, 2))
+
+    def call(model: torch.nn.Module, data: Data) -> Tensor:
+        return model(data.x, data.edge_index, data.edge_attr)
+
+    layer = gnn.GATConv(4, 3, edge_dim=2, add_self_loops=False)
+    assert verify(layer, ring, call=call).ok
+
+
 def test_a_wrong_gradient_is_found(graph: Data):
     """Values are right, gradients are not: the mean is cut out of the graph in one process only."""
 

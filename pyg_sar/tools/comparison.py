@@ -3,8 +3,8 @@
 What passes between the modules is recorded in one process and on each worker, compared, and
 reported as an object and as a table, which name the first place that differs.
 
-The error of a tensor is ``max |a - b| / max |b|``; that of a parameter's gradient is relative to
-the largest gradient of the model, since one that is 0 by construction is rounding noise.
+The error of a tensor is ``max |a - b| / max |b|``; that of a gradient is relative to the largest
+one of all parameters, or of all inputs, since one that is 0 by construction is rounding noise.
 """
 
 from __future__ import annotations
@@ -282,15 +282,15 @@ def compare(
     for k, whole in enumerate(expected.outputs):
         found = _error([w.outputs[k] if k < len(w.outputs) else None for w in workers], whole)
         report.output_error = max(report.output_error, float("inf") if found is None else found)
-    gradients = {} if report.refused else expected.parameter_grads
-    scale = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
-    for name, gradient in gradients.items():
-        each = [_distance(w.parameter_grads[name], gradient, scale) for w in workers]
-        report.gradient_errors[name] = max(each)
-    for name, gradient in ({} if report.refused else expected.input_grads).items():
-        if gradient is not None:
-            found = _error([w.input_grads[name] for w in workers], gradient)
-            report.gradient_errors[f"data.{name}"] = float("inf") if found is None else found
+    scale = 0.0
+    for kind, prefix in (("parameter_grads", ""), ("input_grads", "data.")):
+        gradients = {} if report.refused else getattr(expected, kind)
+        if prefix:  # Of an input that is not used one process has none.
+            gradients = {name: g for name, g in gradients.items() if g is not None}
+        scale = max([scale, *(_size(g) for g in gradients.values() if g is not None)])
+        for name, gradient in gradients.items():
+            each = [_distance(getattr(w, kind)[name], gradient, scale) for w in workers]
+            report.gradient_errors[prefix + name] = max(each)
     for name, buffer in ({} if report.refused else expected.buffers).items():
         each = [_distance(w.buffers[name], buffer) for w in workers]
         report.buffer_errors[name] = max(each)

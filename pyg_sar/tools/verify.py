@@ -55,7 +55,6 @@ from pyg_sar.train.targets import not_finite
 from pyg_sar.wording import counted
 
 _MOST_FAILURES = 50
-_TRIES = 8
 _SEED = 1
 
 
@@ -132,9 +131,6 @@ def verify(
         rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
         levels = levels_of(rest, levels)
         part = sample_nodes(data, max_nodes, seed, node_ids, levels)
-        for _ in range(_TRIES):  # Rows are told by their number, so it must be another of edges.
-            if part.num_nodes == part.num_edges and part.num_nodes > num_workers:
-                part = sample_nodes(data, part.num_nodes - 1, seed, node_ids, levels)
         part = (
             copy.copy(part)
             .cpu()
