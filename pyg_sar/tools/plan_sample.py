@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.attributes import concatenate_rows, decode, select_rows, tensor_names
+from pyg_sar.partition.attributes import decode, select_rows, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.schema import PartTensors
 from pyg_sar.partition.storage import read_part, write_partitions
@@ -187,7 +187,7 @@ def write_sample(
 ) -> None:
     """Writes a partition whose counts are those of ``shapes`` times ``share``, edges at random.
 
-    Nodes and edges have the first rows of the attributes of their part.
+    Nodes and edges have rows of the attributes of one part.
     """
     draw = torch.Generator().manual_seed(0)
     nodes = [_scaled(shape.nodes, share) for shape in shapes]
@@ -213,13 +213,11 @@ def write_sample(
                 target = torch.cat([source[:loops], other[loops:] + starts[p]])
             pieces.append(torch.stack([source, target]))
     data = Data(edge_index=torch.cat(pieces, 1), num_nodes=sum(nodes))
-    edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
-                for p in range(len(shapes))]  # fmt: skip
     if isinstance(root, PublishedPartition):
-        attributes, levels = root.attributes(sum(nodes), sum(edges_of))
+        attributes, levels = root.attributes(data.num_nodes, data.num_edges)
     else:
         metadata = read_metadata(root)
-        attributes = _attributes(metadata, nodes, edges_of)
+        attributes = _attributes(metadata, data.num_nodes, data.num_edges)
         levels = {name: metadata.attributes[name].level for name in attributes}
     for name, value in attributes.items():
         data[name] = value
@@ -232,22 +230,18 @@ def _scaled(count: int, share: float) -> int:
     return max(round(count * share), 1) if count else 0
 
 
-def _attributes(
-    metadata: PartitionMetadata, nodes: list[int], edges: list[int]
-) -> dict[str, Tensor]:
-    """Returns tensors with a row per node or edge, of the first rows of each part."""
-    rows: dict[str, list[dict[str, Tensor]]] = {}
-    split = {name: of for name, of in metadata.attributes.items()
-             if of.level != "graph" and of.layout != "strings"}  # fmt: skip
-    for p, (n, e) in enumerate(zip(nodes, edges, strict=True)):
-        part, info = read_part(metadata.root, p, verify=False, metadata=metadata), metadata.parts[p]
-        for name, of in split.items():
-            count, there = (n, info.num_nodes) if of.level == "node" else (e, info.num_edges)
-            tensors = {suffix: part[full] for suffix, full in tensor_names(name, of).items()}
-            first = torch.arange(count) % max(there, 1)
-            rows.setdefault(name, []).append(select_rows(of, tensors, first))
-    found = {}
-    for name, pieces in rows.items():
-        form = "tensor" if split[name].layout == "dense" else split[name].form
-        found[name] = decode(replace(split[name], form=form), concatenate_rows(split[name], pieces))
+def _attributes(metadata: PartitionMetadata, nodes: int, edges: int) -> dict[str, Tensor]:
+    """Returns tensors with a row per node or edge: rows of the part that has most edges."""
+    sizes = [(info.num_edges, info.num_nodes) for info in metadata.parts]
+    p = sizes.index(max(sizes))
+    part, found = read_part(metadata.root, p, verify=False, metadata=metadata), {}
+    rows = {"node": (nodes, sizes[p][1]), "edge": (edges, sizes[p][0])}
+    for name, of in metadata.attributes.items():
+        if of.level == "graph" or of.layout == "strings":
+            continue
+        count, there = rows[of.level]
+        tensors = {suffix: part[full] for suffix, full in tensor_names(name, of).items()}
+        chosen = select_rows(of, tensors, torch.arange(count) % max(there, 1))
+        form = "tensor" if of.layout == "dense" else of.form
+        found[name] = decode(replace(of, form=form), chosen)
     return found
