@@ -28,7 +28,7 @@ from pyg_sar.comm.group import claim_rank, current, name_start, wait_for_workers
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
 from pyg_sar.comm.messages import Posts, is_consequence, to_text
-from pyg_sar.comm.processes import is_dead, this_process
+from pyg_sar.comm.processes import ask, is_dead, this_process
 from pyg_sar.comm.store import AskedStore
 from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
@@ -740,6 +740,46 @@ def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
     assert "rank 0 waits for rank 1 in exchange [fetch] (fetch)" in str(error)
     assert "rank 1 waits for rank 0 in all_reduce (mean)" in str(error)
     seen.watch.close()
+
+
+# What other hosts are told ###################################################
+
+BEACON = """
+import json, sys, time
+from pyg_sar.comm.processes import StatusServer
+beacon = StatusServer(["127.0.0.1"])
+print(json.dumps(beacon.where), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_beacon_answers_for_a_worker_that_cannot(light, quick):
+    path = os.pathsep.join([str(light), *(p for p in sys.path if p)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEACON],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stdin is not None
+    with process, process.stdin, process.stdout:
+        where = json.loads(process.stdout.readline())
+        assert ask(where) == "runs"
+        assert ask([[*where[0][:2], "another word"]]) is None
+
+        store = dist.HashStore()
+        store.set("status/0", json.dumps(where))
+        beat(store, 1)
+        seen = Seen(store, PENDING)
+        with pytest.raises(queue.Empty):  # Its heart doesn't beat, but it runs.
+            seen.errors.get(timeout=1.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        error = seen.errors.get(timeout=PATIENCE)
+        assert "Rank 0 was lost: its process was stopped (SIGSTOP)" in str(error)
+        seen.watch.close()
+        process.kill()
+    while ask(where) is not None:  # It ends with its worker.
+        pass
 
 
 def test_errors_that_only_follow():

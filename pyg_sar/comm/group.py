@@ -33,7 +33,8 @@ from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
 from pyg_sar.comm.messages import COLLECTIVE, MemberPosts, Outgoing, Posts, is_consequence
-from pyg_sar.comm.processes import this_process
+from pyg_sar.comm.processes import addresses_from, this_process
+from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
@@ -395,6 +396,8 @@ def _join(
     """Meets the others. Ends with the error of one that fails meanwhile."""
     info, timeout = setting.info, setting.timeout
     everyone = wait_for_workers(store, info, kind.name, timeout, meet)
+    if len(set(map(place_of, everyone))) > 1:
+        watch.serve_status(addresses_from(info.address))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
     parts = info.parts or info.world_size

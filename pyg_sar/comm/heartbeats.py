@@ -2,14 +2,15 @@
 
 [Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
 keeps Python's lock: that is no reason to give it up. They all stop where the store is silent, as
-its host was stopped or can't be reached. So a silent worker of this host is examined from
-outside, without the store, in ``/proc``: one that runs is waited for, as long as the timeout of the
-operation allows. Of other hosts silence is all there is to see. Each worker judges by its own
-clock, which stands still while it is stopped itself: it has not seen what the others did meanwhile.
+its host was stopped or can't be reached. So a silent worker is examined from outside, without the
+store: in ``/proc`` on this host, by its status server elsewhere. A process that runs is waited for,
+as long as the timeout of the operation allows. Each worker judges by its own clock, which stands
+still while it is stopped itself: it has not seen what the others did meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.messages import GetProgress, Posts, State, from_text, to_text
-from pyg_sar.comm.processes import is_dead, is_stopped
+from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped, place
 from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import PygSarError
 
@@ -59,6 +60,8 @@ class Heartbeats:
         self._posts = Posts()
         self._published = -1
         self._states: dict[int, State] = {}
+        self._status_server: StatusServer | None = None
+        self._status: dict[int, Any] = {}
 
     def use(self, make: Callable[[], dist.Store]) -> None:
         """Takes the store that ``make`` returns, as soon as it does."""
@@ -86,13 +89,32 @@ class Heartbeats:
 
     # Where the others run ----------------------------------------------------
 
+    def serve_status(self, addresses: Sequence[str]) -> None:
+        """Has a process answer for this worker. See [Note: silence]."""
+        with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
+            self._status_server = StatusServer(addresses)
+            text = json.dumps(self._status_server.where)
+            self._ask(AskedStore.set, f"status/{self.rank}", text)
+
+    def _learn_status(self) -> None:
+        """Reads who answers for the workers of other hosts, as long as the store tells it."""
+        for rank in self.others:
+            away = rank in self.everyone and not self._is_near(rank)
+            if away and self._has(f"status/{rank}"):
+                text = self._ask(AskedStore.get, f"status/{rank}")
+                self._status[rank] = json.loads(text or "[]")
+
+    def _is_near(self, rank: int) -> bool:
+        """Returns whether a worker is in this host's network: it is reached where it runs."""
+        who = self.everyone[rank]
+        return bool(place(who) == place(self.everyone.get(self.rank, who)))
+
     def _is_stopped(self, rank: int) -> bool | None:
         """Returns whether a silent worker was stopped; ``None``: unknown. See [Note: silence]."""
-        who = self.everyone[rank]
-        here = self.everyone.get(self.rank, who)
-        near = all(who.get(key) == here.get(key) for key in ("host", "net"))
-        known = is_stopped(who)
-        return known if known or near else None
+        known = is_stopped(self.everyone[rank])
+        if known or (known is False and self._is_near(rank)):
+            return known
+        return {STOPPED: True, RUNS: False}.get(ask(self._status.get(rank, [])) or "")
 
     # Beats and notes ---------------------------------------------------------
 

@@ -2,22 +2,34 @@
 
 [Note: a worker that can't say so] A worker that computes in code that keeps Python's lock sends no
 heartbeats, and nor does one that was stopped. On its own host anyone can see which it is, in
-``/proc``.
+``/proc``. For other hosts each worker starts a small process that answers this one question, over
+TCP, to whoever knows the secret that the workers' store holds. It imports nothing but the standard
+library, and ends with the worker.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import ipaddress
 import os
+import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+# Only the standard library at the top: the small process has nothing else.
+
+INTERVAL = 1.0  # Seconds between two checks that the worker still runs.
+ANSWER = 1.0  # Seconds that an answer may take.
+RUNS, STOPPED, GONE = "runs", "stopped", "gone"
 
 
 class Process(NamedTuple):
@@ -49,6 +61,11 @@ def this_process() -> dict[str, Any]:
 
 def _describe(pid: int) -> dict[str, Any]:
     return {"host": _host(), "net": network(pid), "pid": pid, "start": _started(pid)}
+
+
+def place(who: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns where a process is: its host, and the network there."""
+    return who["host"], who.get("net")
 
 
 def stopped_processes() -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
@@ -131,6 +148,20 @@ def _address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def addresses_from(host: str) -> list[str]:
+    """Returns the addresses by which another host may reach this one: the route's, if there is one;
+    where ``host`` is this very host, all of its addresses.
+    """
+    mine = _address_towards(host)
+    if not is_loopback(mine):
+        return [mine]
+    import psutil  # type: ignore[import-untyped]
+
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    found = [e.address for e in entries if e.family == socket.AF_INET]
+    return [address for address in found if not is_loopback(address)] or [mine]
+
+
 def interface_to(host: str) -> str | None:
     """Returns the network interface by which this host reaches another, or itself: ``'eth0'``.
 
@@ -140,7 +171,7 @@ def interface_to(host: str) -> str | None:
         mine = _address_towards(host)
         if is_loopback(mine):
             return None
-        import psutil  # type: ignore[import-untyped]
+        import psutil
 
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address == mine for entry in addresses):
@@ -148,6 +179,65 @@ def interface_to(host: str) -> str | None:
     except OSError:
         pass
     return None
+
+
+# A process that answers for a worker ##########################################
+
+
+class StatusServer:
+    """The process that answers for this one, at the addresses by which other hosts reach it."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._secret = secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((addresses[0] if len(addresses) == 1 else "", 0))
+            listener.listen()
+            self.where = [
+                [address, listener.getsockname()[1], self._secret] for address in addresses
+            ]
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(listener.fileno()), str(os.getpid())],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        # Not as an argument, which every user of the host could read.
+        pipe: Any = self._process.stdin
+        with contextlib.suppress(OSError), pipe:
+            pipe.write(self._secret.encode())
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def ask(where: Sequence[Sequence[str | int]]) -> str | None:
+    """Returns :data:`RUNS`, :data:`STOPPED` or :data:`GONE`; ``None`` where nobody answers."""
+    for address, port, secret in where:
+        target = str(address), int(port)
+        with contextlib.suppress(OSError), socket.create_connection(target, ANSWER) as connection:
+            connection.sendall(str(secret).encode())
+            if answer := connection.recv(16).decode(errors="replace"):
+                return answer
+    return None
+
+
+def serve(descriptor: int, pid: int) -> None:
+    """Answers until the process ``pid``, this one's parent, has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends this one.
+    secret = sys.stdin.buffer.read()
+    listener = socket.socket(fileno=descriptor)
+    listener.settimeout(INTERVAL)
+    while os.getppid() == pid:
+        with contextlib.suppress(OSError), listener.accept()[0] as connection:
+            connection.settimeout(ANSWER)
+            if hmac.compare_digest(connection.recv(len(secret)), secret):
+                found = find_process(pid)
+                told = GONE if found is None else STOPPED if found.state == "T" else RUNS
+                connection.sendall(told.encode())
 
 
 # The end of a worker #########################################################
@@ -232,3 +322,7 @@ class SignalNotice(_Notice):
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.came = True
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

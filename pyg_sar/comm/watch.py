@@ -145,6 +145,7 @@ class StoreWatch(Heartbeats):
             self._on_failure, self._progress = on_failure, progress
             self._posts = posts or self._posts
             told = self._told
+        self._learn_status()
         if told is not None:
             on_failure(told)
         if not self._thread.is_alive():
@@ -398,6 +399,8 @@ class StoreWatch(Heartbeats):
         if threading.current_thread() is not self._thread:
             self._thread.join(LINGER)
         self._beat(left=True)  # The last beat: no other may follow it.
+        if self._status_server is not None:
+            self._status_server.close()
         if self._record is None and self.host == self.rank:
             self._linger(self._has_left)
         if self._store is not None:
