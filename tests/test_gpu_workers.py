@@ -26,7 +26,7 @@ from pyg_sar.comm.backends import NcclTransport, Setting
 from pyg_sar.comm.communicator import GroupCommunicator
 from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.group import adopt
-from pyg_sar.comm.watch import StoreWatch
+from pyg_sar.comm.messages import NoWatch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NONE = pytest.mark.skipif(GPUS == 0, reason="PyTorch sees no CUDA device")
@@ -53,7 +53,7 @@ def nccl_of_one() -> Communicator:
     """NCCL, whose sums a single worker goes through; ``init`` gives it none."""
     info = WorkerInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, agent_store=False)
     setting = Setting(info=info, store=HashStore(), timeout=60, device=torch.device("cuda", 0))
-    comm = GroupCommunicator(NcclTransport(setting), StoreWatch(HashStore(), info), 60)
+    comm = GroupCommunicator(NcclTransport(setting), NoWatch(), 60)
     adopt(comm)
     return comm
 

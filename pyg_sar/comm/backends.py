@@ -13,6 +13,7 @@ a large one all exchange a byte with a tag of its name.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Setting:
     """
 
     info: WorkerInfo
-    store: dist.Store
+    store: dist.Store | None
     timeout: float
     device: torch.device
     groups: Sequence[Sequence[int]] = ()
@@ -101,6 +102,8 @@ class Transport:
     """
 
     name: ClassVar[str]
+    uses_store: ClassVar[bool] = True
+    """True where the workers meet in torchrun's store (MPI brings its own)."""
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
     """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
     tagged: ClassVar[bool] = False
@@ -133,6 +136,8 @@ class Transport:
     @classmethod
     def check(cls) -> None:
         """Raises ``ValueError`` where this backend isn't available."""
+        if not dist.is_backend_available(cls.name):
+            raise unavailable(cls.name, f"a PyTorch built with {cls.name}")
 
     @classmethod
     def choose_device(cls, info: WorkerInfo) -> torch.device:
@@ -141,6 +146,8 @@ class Transport:
 
     def arguments(self, setting: Setting) -> dict[str, Any]:
         """Returns the arguments of ``init_process_group``."""
+        if setting.store is None:
+            return {"backend": self.name}
         return {
             "backend": self.name,
             "store": setting.store,
@@ -321,10 +328,7 @@ class NcclTransport(Transport):
     @classmethod
     def check(cls) -> None:
         if not dist.is_nccl_available() or not torch.cuda.is_available():
-            raise ValueError(
-                "backend='nccl' needs a PyTorch built with NCCL, and CUDA devices, which is not "
-                f"here (torch {torch.__version__}). Use backend='gloo', which every PyTorch has"
-            )
+            raise unavailable(cls.name, "a PyTorch built with NCCL, and CUDA devices")
 
     @classmethod
     def choose_device(cls, info: WorkerInfo) -> torch.device:
@@ -365,9 +369,48 @@ class NcclTransport(Transport):
         self.group.abort()
 
 
+class MpiTransport(Transport):
+    """MPI, for a PyTorch built with it; the workers are started with ``mpirun``."""
+
+    name = "mpi"
+    uses_store = False
+
+    @classmethod
+    def check(cls) -> None:
+        if not dist.is_mpi_available():
+            raise unavailable(cls.name, "a PyTorch built from source with MPI")
+
+
+class CclTransport(Transport):
+    """Intel oneCCL by ``oneccl_bindings_for_pytorch``, which ended with torch 2.8."""
+
+    name = "ccl"
+
+    @classmethod
+    def check(cls) -> None:
+        try:
+            # Importing it is what registers the backend.
+            importlib.import_module("oneccl_bindings_for_pytorch")
+        except ImportError as error:
+            raise ValueError(
+                f"backend='ccl' needs the package oneccl_bindings_for_pytorch, which Intel ended "
+                f"with torch 2.8 (this is torch {torch.__version__}). Use backend='gloo', which "
+                "every PyTorch has. PyTorch's own successor for Intel GPUs, 'xccl', is not "
+                "supported here yet"
+            ) from error
+
+
 TRANSPORTS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (GlooTransport, NcclTransport)
+    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
 }
+
+
+def unavailable(name: str, needs: str) -> ValueError:
+    """Returns the error for a backend that isn't there."""
+    return ValueError(
+        f"backend={name!r} needs {needs}, which is not here (torch {torch.__version__}). "
+        f"Use backend='gloo', which every PyTorch has"
+    )
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pyg_sar.comm.messages import (
     SUM,
     Outgoing,
     Posts,
+    Watch,
     called_from,
     count,
     count_all,
@@ -35,7 +36,6 @@ from pyg_sar.comm.messages import (
 from pyg_sar.comm.processes import TerminationNotice
 from pyg_sar.comm.shared_memory import SharedMemory
 from pyg_sar.comm.sharing import Sharing
-from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label, spoken
 from pyg_sar.wording import counted
@@ -387,7 +387,7 @@ class GroupCommunicator(Communicator):
     def __init__(
         self,
         transport: Transport,
-        watch: StoreWatch,
+        watch: Watch,
         timeout: float,
         local_peers: SharedMemory | None = None,
         posts: Posts | None = None,

@@ -26,6 +26,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -321,6 +322,38 @@ LAUNCHER = -1  # The "rank" of the process that started the workers.
 
 OnFailure = Callable[[PygSarError], None]
 GetProgress = Callable[[], Progress]
+
+
+class Watch(ABC):
+    """Finds out which worker failed, and tells the others when it's this one."""
+
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
+        """Begins; ``on_failure`` is called, on any thread, once another worker has failed."""
+
+    @abstractmethod
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        """Returns why a transfer failed, having told the others."""
+
+    @abstractmethod
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        """Tells the others that this worker fails by its own ``error``, or by that of its part."""
+
+    def cause(self) -> PygSarError | None:
+        """Returns which worker's failure explains that this one is told to end, if any."""
+        return None
+
+    def close(self) -> None:
+        """Tells the others that this worker left, and ends."""
+
+
+class NoWatch(Watch):
+    """For launchers that end all workers themselves when one is lost (``mpirun``)."""
+
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        return PygSarError(f"{doing} failed: {error}")
+
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        pass
 
 
 def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from pyg_sar.comm.messages import (
     GetProgress,
     OnFailure,
     Posts,
+    Watch,
     explain,
     failed,
     in_vain,
@@ -91,9 +92,8 @@ def read_limits() -> tuple[float, float]:
     )
 
 
-class StoreWatch(Heartbeats):
-    """Finds out through the workers' store which worker failed, and tells the others when it's
-    this one.
+class StoreWatch(Heartbeats, Watch):
+    """A watch through the workers' store.
 
     It takes a connection to the store, for the watch alone (``None``: by :meth:`use`), and what
     each rank is, from the rendezvous, by :meth:`meet` where that is to come.
@@ -140,7 +140,6 @@ class StoreWatch(Heartbeats):
     def start(
         self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
     ) -> None:
-        """Begins; ``on_failure`` is called, on any thread, once another worker has failed."""
         with self._lock:
             self._on_failure, self._progress = on_failure, progress
             self._posts = posts or self._posts
@@ -331,7 +330,6 @@ class StoreWatch(Heartbeats):
             time.sleep(0.02)
 
     def diagnose(self, error: BaseException, doing: str) -> PygSarError:
-        """Returns why a transfer failed, having told the others."""
         said = str(error).lower()
         late = isinstance(error, TimeoutError) or "timed out" in said or "timeout" in said
         begin = time.monotonic()
@@ -375,7 +373,6 @@ class StoreWatch(Heartbeats):
         )
 
     def cause(self) -> PygSarError | None:
-        """Returns which worker's failure explains that this one is told to end, if any."""
         end = time.monotonic() + 1.0
         while True:
             record = self._poll() or self._suspect(self._progress().doing)
@@ -386,7 +383,6 @@ class StoreWatch(Heartbeats):
             time.sleep(0.02)
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
-        """Tells the others that this worker fails by its own ``error``, or by that of its part."""
         who = self.rank if rank is None else rank
         if is_consequence(error, who):
             return
@@ -394,7 +390,6 @@ class StoreWatch(Heartbeats):
         self._acknowledge()
 
     def close(self) -> None:
-        """Tells the others that this worker left, and ends."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(LINGER)

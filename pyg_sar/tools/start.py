@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pyg_sar.comm.agreement import raised_everywhere
-from pyg_sar.comm.backends import TRANSPORTS
 from pyg_sar.comm.devices import count_gpus
 from pyg_sar.comm.environment import find_launcher, read_environment
 from pyg_sar.comm.group import join
@@ -49,7 +48,7 @@ def add_hosting(group: Any) -> None:
     """Adds the options that tell how workers compute and send, to a group of options."""
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
     group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
-    group("--backend", choices=tuple(TRANSPORTS), help="default: nccl with GPUs")
+    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
 
 
