@@ -3,8 +3,9 @@
 What passes between the modules is recorded in one process and on each worker, compared, and
 reported as an object and as a table, which name the first place that differs.
 
-The error of a tensor is ``max |a - b| / max |b|``; that of a gradient is relative to the largest
-one of all parameters, or of all inputs, since one that is 0 by construction is rounding noise.
+The error of a tensor is ``max |a - b| / max |b|``. One that is 0 by construction is rounding noise:
+that of a parameter's gradient is relative to the largest one of all parameters, that of an input's
+gradient to the largest one of all parameters and inputs.
 """
 
 from __future__ import annotations
