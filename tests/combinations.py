@@ -7,6 +7,7 @@
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
 * a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;
+* the workers of every second test of the files of :data:`AS_PARTS` are parts of one process;
 * a test of :data:`LONG`, which starts many processes or much data, and whose parts other tests
   have, does not run.
 """
@@ -37,6 +38,9 @@ EVERY = {
     "test_bounded_partitioning::test_kernels_decide_as_plain_loops_do": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
     "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
+    "test_compiled::test_functions_compile_once_for_all_sizes": 2,
+    "test_compiled::test_layers_compile_as_pygs": 2,
+    "test_compiled::test_models_of_workers_stay_as_they_are": 2,
     "test_contract::test_rule_6_ties": 2,
     "test_contract_sweep::test_uses": 5,
     "test_coverage::test_case": 11,
@@ -52,6 +56,7 @@ EVERY = {
     "test_hetero::test_relational_layers_equal_one_process": 2,
     "test_hetero_storage::test_real_graphs": 2,
     "test_hosting::test_the_same_to_the_bit_for_any_number_of_workers": 2,
+    "test_kernel_layers::test_layers_are_exact_with_kernels_and_without": 2,
     "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 8,
     "test_ledger::test_no_preprocessing_after_the_first_epoch": 4,
     "test_ledger::test_resident_rows_in_mode_1": 2,
@@ -67,7 +72,6 @@ EVERY = {
     "test_operators::test_every_operator_is_right_or_refused": 2,
     "test_pager::test_a_real_crash_stays_a_crash": 4,
     "test_pool::test_readouts_are_exact": 4,
-    "test_products::test_layers_are_exact_with_constant_and_learned_weights": 2,
     "test_pushed_attention::test_layers_equal_pyg": 2,
     "test_random_layers::test_as_one_process_draws_and_as_any_number_of_workers": 6,
     "test_random_messages::test_random_messages": 4,
@@ -79,7 +83,6 @@ EVERY = {
     "test_results::test_loss_curve_and_accuracy_of_plain_pyg": 3,
     "test_scatter::test_training_on_many_graphs_equals_one_process": 3,
     "test_transform_first::test_exact": 2,
-    "test_wire::test_gradient_error": 2,
     "test_workers_alike::test_plain_tensors_that_differ": 2,
 }
 
@@ -103,6 +106,17 @@ LONG = {
     "test_resume::test_the_hosts_that_are_left_go_on_with_all_parts",
     "test_shared_memory::test_processes_on_one_host_on_two_and_apart",
 }
+
+
+AS_PARTS = {
+    "test_contract",
+    "test_contract_state",
+    "test_contract_use",
+    "test_convert",
+    "test_message_norms",
+    "test_norm",
+}
+"""Files whose tests are about layers: every second one has its workers as parts of one process."""
 
 
 def everything() -> bool:

@@ -68,8 +68,12 @@ NOT_OF_PARTS = {
 
 def why_not(item: pytest.Item) -> str | None:
     """Returns why a test says nothing of hosted parts."""
-    name = getattr(item, "originalname", item.name)
-    return NOT_OF_PARTS.get(name) or OTHER_FILES.get(item.path.stem)
+    return not_of_parts(item.path.name, getattr(item, "originalname", item.name))
+
+
+def not_of_parts(file: str, name: str) -> str | None:
+    """The same of the test ``name`` of a file."""
+    return NOT_OF_PARTS.get(name) or OTHER_FILES.get(file.removesuffix(".py"))
 
 
 def host(fn: Callable[..., Any], parts: int, *args: Any, timeout: float = 60.0) -> list[Any]:

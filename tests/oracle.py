@@ -16,13 +16,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import combinations
 import torch
 from combinations import everything, in_turn
-from hosted_workers import host
+from hosted_workers import host, not_of_parts
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
@@ -261,19 +265,18 @@ def set_policy(model: torch.nn.Module, policy: SARPolicy) -> None:
 
 
 def run_jobs(jobs: Sequence[Job]) -> list[list[Result]]:
-    """A worker's part: every job, every policy."""
-    found = []
+    """A worker's part: every job, every policy. Each partition is loaded once."""
+    load, found = cache(pyg_sar.load_partition), []
     for job in jobs:
         try:
-            found.append(list(run_job(job)))
+            found.append(list(run_job(job, load(job.root))))
         except Exception as problem:
             problem.add_note(f"In the job '{job.title}'")
             raise
     return found
 
 
-def run_job(job: Job) -> Iterator[Result]:
-    data = pyg_sar.load_partition(job.root)
+def run_job(job: Job, data: Data) -> Iterator[Result]:
     layer = pyg_sar.distribute(copied(job.layer))
     start = {name: value.clone() for name, value in layer.state_dict().items()}
     for policy in job.policies:
@@ -432,13 +435,55 @@ def apart() -> Iterator[None]:
 
 
 def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """Runs ``fn`` on worker processes, which read each other's memory as on one host."""
+    """Runs ``fn`` on worker processes, which read each other's memory as on one host.
+
+    In every second test of some files they are parts that one process hosts.
+    """
+    if as_parts(os.environ.get("PYTEST_CURRENT_TEST", "")):
+        return pyg_sar.launch(fn, 1, *args, parts=world, timeout=60.0)
+    return processes(fn, world, *args)
+
+
+def processes(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """As :func:`workers`, in every test."""
     return pyg_sar.launch(fn, world, *args, timeout=60.0)
+
+
+def as_parts(test: str) -> bool:
+    """Whether the workers of a test are parts: of every second one of some files.
+
+    Not with ``--all``, nor where it is said how they run.
+    """
+    file, _, name = test.partition(" ")[0].rpartition("/")[2].partition("::")
+    said = SWITCH in os.environ or "workers" in name or not_of_parts(file, name.partition("[")[0])
+    alternate = file.removesuffix(".py") in combinations.AS_PARTS and crc32(name.encode()) % 2
+    return bool(alternate and not said and not everything())
 
 
 def parts(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` for parts of the graph that this process hosts."""
     return host(fn, number, *args)
+
+
+def alike(
+    use: Callable[[Any, Callable[[Any], Any]], Any],
+    data: Any,
+    root: Path,
+    number: int,
+    start: Callable[..., list[Any]] = workers,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Fails where ``use(data, ready)`` gives other tensors on workers than in one process.
+
+    ``ready`` distributes a module on workers, and leaves it as it is in one process.
+    """
+    expected = tree_map(whole, use(data, lambda module: module))
+
+    def work() -> Any:
+        return tree_map(whole, use(pyg_sar.load_partition(root), pyg_sar.distribute))
+
+    for found in start(work, number):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def ended(fn: Callable[..., Any], *args: Any) -> int:
@@ -458,4 +503,4 @@ def ended(fn: Callable[..., Any], *args: Any) -> int:
 
 def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` on as many worker processes, then for as many parts that this process hosts."""
-    return [*workers(fn, number, *args), *parts(fn, number, *args)]
+    return [*processes(fn, number, *args), *parts(fn, number, *args)]

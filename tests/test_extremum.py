@@ -9,33 +9,20 @@ from typing import Any
 import pytest
 import torch
 from oracle import (
-    CHANNELS,
-    MESSAGES,
-    OUT,
-    Job,
     Partitions,
-    Sweep,
-    apart,
     make_graph,
     whole,
     workers,
 )
 from test_ops import problem
 from torch import Tensor
-from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing, SimpleConv, global_max_pool
+from torch_geometric.nn import SimpleConv, global_max_pool
 
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.kernels import ops
 
-SWITCHES = (
-    SARPolicy(),
-    SARPolicy(mode=2, prefetch=1),
-    SARPolicy(prefetch=0, message_budget=1),
-    SARPolicy(kernels="off"),
-)
 WIDTHS = (1, 2, 3, 4, 7, 15, 16, 17, 63, 64, 65, 100, 130)
 
 
@@ -147,65 +134,6 @@ def test_the_operators_are_registered_as_torch_wants_it(kernels: None):
 
 
 # Layers #######################################################################
-
-
-class Plain(MessagePassing):
-    """PyG's default message; counts the rows that messages had."""
-
-    def __init__(self, aggr: Any) -> None:
-        super().__init__(aggr)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.propagate(edge_index, x=x)
-
-    def message(self, x_j: Tensor) -> Tensor:
-        MESSAGES.rows.append(x_j.size(0))
-        return x_j
-
-
-LAYERS: dict[str, Any] = {
-    "sage, max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", project=True),
-    "min": lambda: Plain("min"),
-    "several": lambda: Plain(["max", "sum", "min", "mean"]),
-    "gin": lambda: gnn.GINConv(torch.nn.Linear(CHANNELS, OUT), aggr="max"),
-}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_layers_are_exact(world: int, partitions: Partitions):
-    """One part has no node. Ties are within shards and between them."""
-    sweep = Sweep(world)
-    for ties in (False, True):
-        data = make_graph()
-        if ties:
-            data.x = data.x.round()
-        root = partitions(data, world, torch.arange(data.num_nodes) % max(world - 1, 1))
-        for name, make in LAYERS.items():
-            torch.manual_seed(0)
-            job = Job(make().double(), root, policies=SWITCHES)
-            sweep.add(f"{name}{', ties' * ties}", job, data)
-    sweep.check()
-
-
-def rows_of_messages(root: Path) -> None:
-    """One edge is tried; mode 2 keeps what graphs of messages need."""
-    data = pyg_sar.load_partition(root)
-    edges, x = data.edge_index.to_local().size(1), data.x.requires_grad_()
-    for aggr in ("max", ["sum", "min"]):
-        for mode in (1, 2):
-            layer = pyg_sar.distribute(Plain(aggr), SARPolicy(mode=mode))
-            layer(x, data.edge_index)  # is analysed
-            MESSAGES.rows.clear()
-            layer(x, data.edge_index).square().sum().backward()
-            if mode == 1:
-                assert MESSAGES.rows == [1], aggr
-            else:
-                assert sum(MESSAGES.rows) == edges, aggr
-
-
-def test_no_message_is_materialized(partitions: Partitions, kernels: None):
-    with apart():
-        workers(rows_of_messages, 3, partitions(make_graph(), 3, "random"))
 
 
 WHOLE = (
