@@ -90,6 +90,7 @@ LONG = {
     "test_bounded_partitioning::test_the_limit_holds_for_a_folder_several_times_as_large",
     "test_checkpoint::test_torchrun_starts_lost_workers_again",
     "test_cli::test_under_torchrun_a_mistake_is_one_line",
+    "test_examples::test_a_lightning_module_learns",
     "test_examples::test_larger_than_memory_stays_within_its_limit",
     "test_examples::test_quickstart_learns",
     "test_failures::test_environment_set_by_hand",

@@ -96,21 +96,17 @@ def test_partition_prints_statistics(tmp_path, capsys):
 
 
 def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
-    out = str(tmp_path / "p")
-    assert "did you mean 'cora'" in usage_error(
-        capsys, "partition", "corra", "--parts", "2", "--out", out
-    )
-    assert "--parts 0 must be at least 1" in usage_error(
-        capsys, "partition", GRAPH, "--parts", "0", "--out", out
-    )
-    assert "'seed' to be in 0 .. 2**31 - 1 (got -1)" in usage_error(
-        capsys, "partition", GRAPH, "--parts", "2", "--out", out, "--seed", "-1"
-    )
+    out, missing = str(tmp_path / "p"), str(tmp_path / "none.npz")
+    for arguments, text in (
+        ("corra --parts 2", "did you mean 'cora'"),
+        (f"{GRAPH} --parts 0", "--parts 0 must be at least 1"),
+        (f"{GRAPH} --parts 2 --seed -1", "'seed' to be in 0 .. 2**31 - 1 (got -1)"),
+        (f"{missing} --parts 2", missing),
+    ):
+        assert text in usage_error(capsys, "partition", *arguments.split(), "--out", out)
     with pytest.raises(SystemExit):
         cli.main(["partition", GRAPH, "--parts", "2", "--out", out, "--node-ids", "x=maybe"])
     assert "--node-ids: 'x=maybe': expected NAME or NAME=no" in capsys.readouterr().err
-    missing = str(tmp_path / "none.npz")
-    assert missing in usage_error(capsys, "partition", missing, "--parts", "2", "--out", out)
     assert not Path(out).exists()
 
 
@@ -139,12 +135,17 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     assert cli.main(first) == 0
     out = capsys.readouterr().out
     assert "4 epochs, last loss" in out and "best epoch" in out and str(checkpoint) in out
-    assert cli.main([*train, "--workers", "2", "--epochs", "6", "--resume", "--quiet"]) == 0
+    # One worker goes on with both parts.
+    assert cli.main([*train, "--workers", "1", "--epochs", "6", "--resume", "--quiet"]) == 0
+    assert "6 epochs, last loss" in capsys.readouterr().out
     metrics = read_metrics(report)
     assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     assert [m["lr"] for m in metrics] == [0.01] * 3 + [0.005] * 3
-    assert (report / "report.png").exists()
-    assert len(metrics[0]["sent_bytes"]) == 2 and min(metrics[0]["sent_bytes"]) > 0
+    assert (report / "report.png").exists() and min(metrics[0]["sent_bytes"]) > 0
+    assert [len(m["sent_bytes"]) for m in metrics] == [2] * 6
+    assert [len(m["memory_bytes"]) for m in metrics] == [2] * 4 + [1] * 2
+    settings = json.loads((report / "config.json").read_text())
+    assert (settings["workers"], settings["num_parts"]) == (1, 2)
     # One process can use what two workers trained.
     model = build_model("gat", 8, 4, 3, heads=2)
     state = load_checkpoint(checkpoint, model, weights="best").state
@@ -160,52 +161,50 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
     scores = outputs[0][data.val_mask].argmax(1) == data.y[data.val_mask]
     assert float(scores.double().mean()) == pytest.approx(state["best"]["val_accuracy"], abs=1e-9)
+    # The file of two parts goes on in one.
+    other = ["--parts", f"{parts}1", "--epochs", "8", "--resume", "--quiet"]
+    assert cli.main([*train, *other]) == 0
+    assert "8 epochs, last loss" in capsys.readouterr().out
+    assert [len(m["sent_bytes"]) for m in read_metrics(report)] == [2] * 6 + [1] * 2
     # A mistake that only the workers can find: one line, exit code 2.
-    capsys.readouterr()
-    other = ["--parts", f"{parts}1", "--epochs", "8", "--resume", "--hidden", "6", "--quiet"]
-    error = usage_error(capsys, *train, *other)
+    error = usage_error(capsys, *train, *other, "--hidden", "6")
     assert "another model: hidden=4 is now 6; give the same model" in error
 
 
 def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatch):
     train = ["train", "--parts", parts, *SMALL]
-    for workers in ("0", "3"):
-        error = usage_error(capsys, *train, "--workers", workers)
-        assert f"--workers {workers}: the folder" in error and "start 1 to 2 workers" in error
-    error = usage_error(capsys, *train, "--memory", "2 apples")
-    assert "--memory='2 apples' must be a number of bytes" in error and "'2GiB'" in error
-    error = usage_error(capsys, *train, "--store", str(tmp_path / "no" / "s"))
-    assert "--store" in error and "no such folder" in error
-    assert "holds no partition" in usage_error(capsys, "train", "--parts", str(tmp_path))
-    assert f"'{__file__}' holds no partition" in usage_error(capsys, "train", "--parts", __file__)
-    predict = ["predict", "--checkpoint", "run.ckpt", "--parts", str(tmp_path), "--out", "out.npy"]
-    assert "--model gcn: the checkpoint names" in usage_error(capsys, *predict, "--model", "gcn")
-    assert "'lr' to be a positive number" in usage_error(capsys, *train, "--lr", "-1")
+    for option, *texts in (
+        ("--workers 0", "--workers 0: the folder", "start 1 to 2 workers"),
+        ("--workers 3", "--workers 3: the folder", "start 1 to 2 workers"),
+        ("--memory=2?apples", "--memory='2?apples' must be a number of bytes", "'2GiB'"),
+        (f"--store {tmp_path}/no/s", "--store", "no such folder"),
+        (f"--parts {tmp_path}", "holds no partition"),
+        (f"--parts {__file__}", f"'{__file__}' holds no partition"),
+        ("--lr -1", "'lr' to be a positive number"),
+        ("--resume", "file of --checkpoint"),
+        ("--auto-resume", "file of --checkpoint"),
+        (f"--checkpoint {tmp_path}", f"--checkpoint '{tmp_path}' is a folder"),
+        (f"--checkpoint {tmp_path}/no/c", "no such folder"),
+        ("--report=", "--report '' names no folder"),
+        ("--model graphsage", "a model to be one of gat, gatv2", "(got 'graphsage')"),
+        (
+            "--labels 0.5 --loss mse",
+            "--labels 0.5 shows classes to the model, which --loss mse has none of",
+        ),
+        ("--sampler neighbor --mfg on", "--sampler neighbor goes without --mfg and --labels"),
+        ("--sampler neighbor --labels 0.5", "--sampler neighbor goes without --mfg and --labels"),
+        ("--num-neighbors 3", "--num-neighbors 3 means nothing without --sampler neighbor"),
+        ("--batch-size 0", "--batch-size 0 means nothing without --sampler neighbor"),
+        ("--checkpoint-every 5", "--checkpoint-every 5 means nothing without --checkpoint FILE"),
+        ("--measure-every 2", "--measure-every 2 means nothing without --report DIR"),
+    ):
+        error = usage_error(capsys, *train, *option.split())
+        assert all(text in error for text in texts), (option, error)
     with pytest.raises(SystemExit):
         cli.main([*train, "--prefetch", "2"])
     assert "--prefetch: invalid choice: 2 (choose from 0, 1)" in capsys.readouterr().err
-    for option in ("--resume", "--auto-resume"):
-        assert "file of --checkpoint" in usage_error(capsys, *train, option)
-    error = usage_error(capsys, *train, "--checkpoint", str(tmp_path))
-    assert f"--checkpoint '{tmp_path}' is a folder" in error
-    assert "--report '' names no folder" in usage_error(capsys, *train, "--report", "")
-    error = usage_error(capsys, *train, "--model", "graphsage")
-    assert "a model to be one of gat, gatv2" in error and "(got 'graphsage')" in error
-    error = usage_error(capsys, *train, "--labels", "0.5", "--loss", "mse")
-    assert "--labels 0.5 shows classes to the model, which --loss mse has none of" in error
-    for option in (["--mfg", "on"], ["--labels", "0.5"]):
-        error = usage_error(capsys, *train, "--sampler", "neighbor", *option)
-        assert "--sampler neighbor goes without --mfg and --labels" in error
-    for option, needed in (
-        ("--num-neighbors 3", "--sampler neighbor"),
-        ("--batch-size 0", "--sampler neighbor"),
-        ("--checkpoint-every 5", "--checkpoint FILE"),
-        ("--measure-every 2", "--report DIR"),
-    ):
-        error = usage_error(capsys, *train, *option.split())
-        assert f"{option} means nothing without {needed}" in error
-    missing = str(tmp_path / "no" / "c")
-    assert "no such folder" in usage_error(capsys, *train, "--checkpoint", missing)
+    predict = ["predict", "--checkpoint", "run.ckpt", "--parts", str(tmp_path), "--out", "out.npy"]
+    assert "--model gcn: the checkpoint names" in usage_error(capsys, *predict, "--model", "gcn")
     monkeypatch.setenv("RANK", "0")
     assert "WORLD_SIZE" in usage_error(capsys, *train)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -321,39 +320,31 @@ def test_own_models_and_metrics_are_those_of_one_process(kind, loss, metric, tmp
 
 def test_metrics_that_do_not_fit(tmp_path, capsys, monkeypatch):
     for kind in ("classes", "labels", "numbers"):
-        data = graph_of(kind)
-        pyg_sar.write_partitions(data, 1, tmp_path / kind)
+        pyg_sar.write_partitions(graph_of(kind), 1, tmp_path / kind)
     (tmp_path / "net.py").write_text(NET)
-
-    def error(kind: str, *options: str) -> str:
+    own = f"--model {tmp_path}/net.py"
+    for kind, options, *texts in (
+        ("numbers", "--model gcn", "'data.y' to hold one integer class per node", "torch.float64"),
+        ("numbers", "--model gcn", "(--loss bce; of numbers mse or mae)"),
+        (
+            "classes",
+            "--metric r2",
+            "--metric r2 does not go with --loss cross_entropy: give --loss mse or mae",
+        ),
+        ("numbers", "--metric auc --loss mse", "--metric auc does not go with --loss mse"),
+        (
+            "classes",
+            f"--loss bce {own}:Net --args x,edge_index,edge_weight",
+            "--loss bce takes targets of 0 and 1; data.y holds",
+        ),
+        ("classes", f"{own}:Net --hidden 3", "--hidden 3 is of the models gat"),
+        ("classes", f"{own}:Nat", "has no function or class 'Nat'"),
+        ("classes", f"{own}:Net --labels 0.5", "--labels 0.5 is of the models"),
+        ("classes", "--seeds 2 --checkpoint c", "--seeds 2 goes without --checkpoint"),
+    ):
         train = ["train", "--parts", str(tmp_path / kind), "--quiet", "--epochs", "1"]
-        return usage_error(capsys, *train, *options)
-
-    numbers = error("numbers", "--model", "gcn")
-    assert "'data.y' to hold one integer class per node" in numbers and "torch.float64" in numbers
-    assert "(--loss bce; of numbers mse or mae)" in numbers
-    assert "--metric r2 does not go with --loss cross_entropy: give --loss mse or mae" in error(
-        "classes", "--metric", "r2"
-    )
-    assert "--metric auc does not go with --loss mse" in error(
-        "numbers", "--metric", "auc", "--loss", "mse"
-    )
-    assert "--loss bce takes targets of 0 and 1; data.y holds" in error(
-        "classes",
-        "--loss",
-        "bce",
-        "--model",
-        f"{tmp_path}/net.py:Net",
-        "--args",
-        "x,edge_index,edge_weight",
-    )
-    own = ["--model", f"{tmp_path}/net.py:Net"]
-    assert "--hidden 3 is of the models gat" in error("classes", *own, "--hidden", "3")
-    assert "has no function or class 'Nat'" in error("classes", "--model", f"{tmp_path}/net.py:Nat")
-    assert "--labels 0.5 is of the models" in error("classes", *own, "--labels", "0.5")
-    assert "--seeds 2 goes without --checkpoint" in error(
-        "classes", "--seeds", "2", "--checkpoint", str(tmp_path / "c")
-    )
+        error = usage_error(capsys, *train, *options.split())
+        assert all(text in error for text in texts), (options, error)
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'pyg_sar\[metrics\]'"):
         _metrics(RunConfig(parts="p", metric="f1"), 4)
@@ -438,26 +429,6 @@ def test_tensorboard(parts, tmp_path, monkeypatch, no_picture, in_this_process):
     lines = read_metrics(tmp_path / "r")
     assert ("loss", lines[0]["loss"], 1) in written and written[-1][0] == "closed"
     assert ("val_accuracy", lines[1]["val_accuracy"], 2) in written
-
-
-def test_fewer_workers_than_parts(parts, tmp_path, capsys):
-    checkpoint, report = tmp_path / "c", tmp_path / "r"
-    train = ["train", "--parts", parts, *SMALL, "--quiet", "--checkpoint", str(checkpoint)]
-    train += ["--report", str(report), "--workers"]
-    assert cli.main([*train, "1", "--epochs", "2"]) == 0
-    assert cli.main([*train, "2", "--epochs", "3", "--resume"]) == 0
-    assert "3 epochs, last loss" in capsys.readouterr().out
-    metrics = read_metrics(report)
-    assert [len(m["sent_bytes"]) for m in metrics] == [2, 2, 2]
-    assert [len(m["memory_bytes"]) for m in metrics] == [1, 1, 2]
-    settings = json.loads((report / "config.json").read_text())
-    assert (settings["workers"], settings["num_parts"]) == (2, 2)
-    # The file of two parts goes on in one.
-    other = ["train", "--parts", f"{parts}1", *SMALL, "--quiet", "--resume", str(checkpoint)]
-    assert cli.main([*other, "--epochs", "4", "--report", str(report)]) == 0
-    assert "4 epochs, last loss" in capsys.readouterr().out
-    assert [len(m["sent_bytes"]) for m in read_metrics(report)] == [2, 2, 2, 1]
-    assert (report / "report.png").exists()
 
 
 def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd, in_this_process):
@@ -570,55 +541,41 @@ def test_auto_resume_begins_anew_before_the_first_checkpoint(parts, tmp_path, no
 
 
 def test_features_labels_and_weights_of_other_graphs(tmp_path):
-    data = pyg_sar.partition.merge_partitions(write(tmp_path / "a", lambda data: None))
-    dense = train_worker(config_of(str(tmp_path / "a"), model=ModelConfig(name="gcn")))
+    def losses(change, name="gcn", **train):
+        data = load_graph(GRAPH)
+        change(data)
+        root = tmp_path / f"p{len(list(tmp_path.iterdir()))}"
+        pyg_sar.write_partitions(data, 1, f"{root}1")
+        settings = {"train": TrainConfig(epochs=1, **train)} if train else {}
+        return train_worker(config_of(str(root), model=ModelConfig(name=name), **settings)).losses
 
     def weigh(data):
         data.edge_weight = torch.linspace(0.1, 2, data.num_edges).view(-1, 1)
-
-    def sparse(data):
-        data.x = data.x.to_sparse_csr()
 
     def wide(data):
         weigh(data)
         data.x, data.edge_weight = data.x.double(), data.edge_weight.double()
 
-    write(tmp_path / "b", weigh)
-    write(tmp_path / "c", sparse)
-    write(tmp_path / "w", wide)
-    gcn = {"model": ModelConfig(name="gcn")}
-    weighted = train_worker(config_of(str(tmp_path / "b"), **gcn)).losses
-    assert weighted != dense.losses
-    assert train_worker(config_of(str(tmp_path / "w"), **gcn)).losses == weighted
-    assert train_worker(config_of(str(tmp_path / "c"), **gcn)).losses == dense.losses
-    sage = {"model": ModelConfig(name="sage")}
-    unweighted = train_worker(config_of(str(tmp_path / "a"), **sage)).losses
-    assert train_worker(config_of(str(tmp_path / "b"), **sage)).losses == unweighted
-    write(tmp_path / "d", lambda data: data.__delattr__("x"))
-    with pytest.raises(ValueError, match=r"no node features.*\(got NoneType\)"):
-        train_worker(config_of(str(tmp_path / "d")))
-    write(tmp_path / "f", lambda data: data.y.fill_(-1))
-    with pytest.raises(ValueError, match="data.y holds no class"):
-        train_worker(config_of(str(tmp_path / "f")))
-    write(tmp_path / "g", lambda data: data.y.__setitem__(3, 10**12))
-    with pytest.raises(ValueError, match=r"label 1000000000000 in a graph of 200 nodes"):
-        train_worker(config_of(str(tmp_path / "g")))
+    def sparse(data):
+        data.x = data.x.to_sparse_csr()
+
+    nothing = lambda data: None  # noqa: E731
+    dense, weighted = losses(nothing), losses(weigh)
+    assert weighted != dense == losses(sparse) and losses(wide) == weighted
+    assert losses(nothing, "sage") == losses(weigh, "sage")
+    for change, text in (
+        (lambda data: data.__delattr__("x"), r"no node features.*\(got NoneType\)"),
+        (lambda data: data.y.fill_(-1), "data.y holds no class"),
+        (
+            lambda data: data.y.__setitem__(3, 10**12),
+            r"label 1000000000000 in a graph of 200 nodes",
+        ),
+        (lambda data: data.__delattr__("y"), r"data\.y is missing"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            losses(change)
     with pytest.raises(ValueError, match="split 3: data.train_mask has one dimension"):
-        train_worker(config_of(str(tmp_path / "a"), train=TrainConfig(epochs=1, split=3)))
-    write(tmp_path / "e", lambda data: data.__delattr__("y"))
-    with pytest.raises(ValueError, match=r"data\.y is missing"):
-        train_worker(config_of(str(tmp_path / "e")))
-    assert data.num_nodes == 200
-
-
-def write(path: Path, change) -> str:
-    """A one-part partition of the small graph after ``change(data)``, at ``path`` plus ``1``."""
-    from pyg_sar.tools.graphs import load_graph
-
-    data = load_graph(GRAPH)
-    change(data)
-    pyg_sar.write_partitions(data, 1, f"{path}1")
-    return f"{path}1"
+        losses(nothing, split=3)
 
 
 # Errors ######################################################################

@@ -108,7 +108,7 @@ def by_pytorch(x: Tensor, edge_index: Tensor, weight: Tensor, attr: Tensor) -> T
     return attention("dot", x, None, x, source, offsets, native=False).flatten(1)
 
 
-FUNCTIONS = {"kernels": by_kernel, "PyTorch": by_pytorch}
+FUNCTIONS = {"PyTorch": by_pytorch, "kernels": by_kernel}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
