@@ -517,8 +517,3 @@ def test_generators_in_other_states_are_told(parts):
             host(refused, 2, parts / "2", made("gat"), SARPolicy(random=strength), True)
         # Whose layers draw nothing.
         host(refused, 2, parts / "2", made("nothing random"), SARPolicy(random=strength), True)
-
-
-def test_the_policy_is_checked():
-    with pytest.raises(ValueError, match="'random' to be 'same', 'keyed' or None .got 'all'"):
-        SARPolicy(random="all")

@@ -555,8 +555,3 @@ def test_verify_names_it(graph: Data) -> None:
 def test_the_document_names_every_convolution() -> None:
     text = (Path(__file__).parent.parent / "docs" / "how_it_works.md").read_text()
     assert [name for name in gnn.conv.__all__[1:] if f"`{name}" not in text] == []
-
-
-def test_the_policy_is_checked() -> None:
-    with pytest.raises(ValueError, match="'transform_first' to be True or False"):
-        SARPolicy(transform_first=1)  # type: ignore[arg-type]

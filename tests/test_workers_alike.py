@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Partitions, error, make_graph, parts, workers
+from oracle import Partitions, alike, error, make_graph, parts, workers
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import GAT, ChebConv, GCNConv, GraphNorm, MessagePassing, SAGEConv
@@ -262,22 +262,16 @@ def test_workers_that_add_up_the_same_rows(learns, root):
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-def with_statistics(root, training):
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(torch.nn.BatchNorm1d(data.x.size(1)).double()).train(training)
+def with_statistics(data):
+    """Of a norm in evaluation mode, whose weights learn."""
+    model = pyg_sar.distribute(torch.nn.BatchNorm1d(data.x.size(1)).double()).eval()
     if pyg_sar.comm.current().rank == 1:
         model.running_mean += 1
     model(data.x).square().sum().backward()
 
 
-def test_running_statistics_that_differ(root):
-    """Of norms in evaluation mode, whose weights learn."""
-    with pytest.raises(WorkerError, match="running_mean' differs between the workers"):
-        workers(with_statistics, 2, root, False)
-
-
-def with_nan(root):
-    data = pyg_sar.load_partition(root)
+def with_nan(data):
+    """It is not 0."""
     model = pyg_sar.distribute(GCNConv(data.x.size(1), 3).double())
     if pyg_sar.comm.current().rank == 1:
         model.bias.data[0] = torch.nan
@@ -285,19 +279,38 @@ def with_nan(root):
         model(data.x, data.edge_index)
 
 
-def test_a_parameter_that_is_nan_on_one_worker_is_not_0(root):
-    with pytest.raises(WorkerError, match="'bias' differs between the workers"):
-        workers(with_nan, 2, root)
-
-
-def of_longer_labels(root):
-    data = pyg_sar.load_partition(root)
+def of_longer_labels(data):
     return torch.ones(50)[data.train_mask]
 
 
-def test_a_mask_of_another_length_than_a_plain_tensor(root):
-    with pytest.raises(WorkerError, match=r"mask \[40\] at index 0 .* indexed tensor \[50\]"):
-        workers(of_longer_labels, 2, root)
+def many_tables(data):
+    for k in range(rows._TABLES + 2):
+        data.x[:, 0] += torch.tensor([0.0, 1, 1 + (k + pyg_sar.comm.current().rank > 257)])[data.y]
+    data.x.sum()
+
+
+def other_weights(data):
+    """The distributed model has no backward pass, whose sum would compare the gradients."""
+    torch.manual_seed(0)
+    teacher = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
+    teacher(data.x, data.edge_index)
+    torch.manual_seed(pyg_sar.comm.current().rank)
+    torch.nn.Linear(data.num_features, 3).double()(data.x).square().mean().backward()
+
+
+OF_ONE_WORKER = {
+    with_statistics: "running_mean' differs between the workers",
+    with_nan: "'bias' differs between the workers",
+    of_longer_labels: r"mask \[40\] at index 0 .* indexed tensor \[50\]",
+    many_tables: "got different numbers beside tensors",
+    other_weights: "got different numbers beside tensors",
+}
+
+
+@pytest.mark.parametrize("wrong", OF_ONE_WORKER)
+def test_what_differs_on_one_worker(wrong, root):
+    with pytest.raises(WorkerError, match=OF_ONE_WORKER[wrong]):
+        parts(lambda: wrong(pyg_sar.load_partition(root)), 2)
 
 
 def scaled(model, data, k):
@@ -463,27 +476,12 @@ def test_parameters_that_differ(how, distributed, tmp_path):
             parts(other_parameters, 2, root, which, how, distributed)
 
 
-def other_weights(root):
-    data = pyg_sar.load_partition(root)
-    torch.manual_seed(0)
-    teacher = pyg_sar.distribute(GCNConv(data.num_features, 3).double())
-    teacher(data.x, data.edge_index)
-    torch.manual_seed(pyg_sar.comm.current().rank)
-    torch.nn.Linear(data.num_features, 3).double()(data.x).square().mean().backward()
-
-
-def test_gradients_of_a_model_that_is_not_distributed(root):
-    """The distributed one has no backward pass, whose sum would compare them."""
-    with pytest.raises(WorkerError, match="got different numbers beside tensors"):
-        parts(other_weights, 2, root)
-
-
 def test_equal_parameters_that_are_not_distributed(tmp_path):
     """The gradients, too, are those of one process."""
     graph = make_graph()
     root = Partitions(tmp_path)(graph, 2)
 
-    def trained(data):
+    def trained(data, _):
         torch.manual_seed(0)
         model = Between(data.num_features).double()
         loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
@@ -493,10 +491,7 @@ def test_equal_parameters_that_are_not_distributed(tmp_path):
             score = model(data.x, data.edge_index).sum()
         return [loss.detach(), score, *(p.grad for p in model.parameters())]
 
-    expected = trained(graph)
-    for found in parts(lambda: trained(pyg_sar.load_partition(root)), 2):
-        for ours, one_process in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, one_process, rtol=1e-10, atol=1e-12)
+    alike(trained, graph, root, 2, parts)
 
 
 READS = {
@@ -560,18 +555,6 @@ def test_rows_of_tables_that_differ(read, kind, tmp_path):
             parts(tables_of_workers, 2, root, ["index", read], kind, (rank, row))
 
 
-def many_tables(root):
-    data = pyg_sar.load_partition(root)
-    for k in range(rows._TABLES + 2):
-        data.x[:, 0] += torch.tensor([0.0, 1, 1 + (k + pyg_sar.comm.current().rank > 257)])[data.y]
-    data.x.sum()
-
-
-def test_more_tables_than_are_kept(root):
-    with pytest.raises(WorkerError, match="got different numbers beside tensors"):
-        parts(many_tables, 2, root)
-
-
 def rated():
     draw = torch.Generator().manual_seed(0)
     data = HeteroData()
@@ -606,8 +589,10 @@ def test_a_subgraph_of_chosen_nodes(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def least_squares(data, model):
+def least_squares(data, ready):
     """Of PyTorch's default driver, whose results on equal numbers differ by roundings."""
+    torch.manual_seed(0)
+    model = ready(torch.nn.Linear(6, 3).double())
     out = model(data.x)
     best = torch.linalg.lstsq(data.x, out).solution
     loss = best.square().sum() + (data.x @ best - data.y.view(-1, 1)).square().mean()
@@ -616,16 +601,8 @@ def least_squares(data, model):
 
 @pytest.mark.parametrize("begin", [workers, parts])
 def test_least_squares(begin, root):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 3).double()
-
-    def worker():
-        data, own = pyg_sar.load_partition(root), pyg_sar.distribute(copy.deepcopy(model))
-        return [least_squares(data, own) for _ in range(10)]
-
-    expected = [least_squares(make_graph(), model)] * 10
-    for found in begin(worker, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    several = lambda *given: [least_squares(*given) for _ in range(10)]  # noqa: E731
+    alike(several, make_graph(), root, 2, begin)
 
 
 def goes_on(root):
