@@ -28,6 +28,7 @@ from oracle import (
     Sweep,
     copied,
     error,
+    hosted,
     make_graph,
     parts,
     two_islands,
@@ -446,7 +447,7 @@ def test_more_parts_than_metis_fills(partitions: Partitions):
     data.train_mask[:] = True
     root = partitions(data, 5, "metis")
     layers = {name: SOME[name] for name in some(list(SOME), "metis", 2)}
-    sweep_layers(layers, 5, data, root, MODES).check("gloo")
+    sweep_layers(layers, 5, data, root, MODES).check(hosted(5))
 
 
 def test_few_nodes_and_edges(partitions: Partitions):
