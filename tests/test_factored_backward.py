@@ -189,13 +189,6 @@ def test_slopes_with_which_it_is_no_maximum(native: bool):
         check(computed(given, native), given)
 
 
-@pytest.mark.parametrize("native", BOTH)
-def test_without_a_query(native: bool):
-    given = problem("additive", 4, 8, 0, 0.0, torch.float32)
-    given = replace(given, attention=replace(given.attention, query=None))
-    check(computed(given, native), given)
-
-
 @pytest.mark.parametrize("native", NATIVE)
 def test_gradients_that_are_not_wanted(native: bool):
     """The others are the same to the bit."""

@@ -536,16 +536,6 @@ def test_max_is_the_last_own_node(root: Path):
     on_workers(worker, root)
 
 
-def test_repr(root: Path):
-    def worker(data: Data) -> None:
-        assert "DistEdgeIndex" in repr(data.edge_index) and "rank=" in repr(data.edge_index)
-        assert "DistIndex" in repr(data.edge_index[0])
-        assert "DistEdgeIndex" in str(data.edge_index)
-        assert "edge_index" in repr(data) and "edge_index" in str(data)
-
-    on_workers(worker, root)
-
-
 def test_pickling_is_refused(root: Path):
     def worker(data: Data) -> None:
         for thing in (data.edge_index, data.edge_index[0]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from oracle import CHANNELS, MODES, Job, Partitions, Sweep, make_graph
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-
-WORLD = 3
 
 
 class Reading(gnn.MessagePassing):
@@ -100,8 +97,8 @@ class OwnColumns(Reading):
         return (x_j * self.weight)[:, torch.tensor([1, 0, *range(2, CHANNELS)])]
 
 
-OF_THE_WHOLE_GRAPH = (Indexed, Embedded, Gathered, Mapped, Computed, AtTargets, ByPlace)
-RIGHT = (ByTarget, FromTable, OwnColumns)
+KINDS = (Indexed, Embedded, Gathered, Mapped, Computed, AtTargets, ByPlace)  # of the whole graph
+KINDS += ByTarget, FromTable, OwnColumns
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +113,9 @@ def roots(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_reads_are_exact(graph: Data, roots: Callable[[int], Path]):
-    sweep = Sweep(WORLD)
-    for kind in (*OF_THE_WHOLE_GRAPH, *RIGHT):
-        sweep.add(kind.__name__, Job(kind().double(), roots(WORLD), (), MODES), graph)
-    sweep.check()
-
-
-@pytest.mark.parametrize("kind", OF_THE_WHOLE_GRAPH)
-def test_one_process_has_all_nodes(kind: Any, graph: Data, roots: Callable[[int], Path]):
-    sweep = Sweep(1)
-    sweep.add(kind.__name__, Job(kind().double(), roots(1), (), MODES), graph)
+@pytest.mark.parametrize("world", [1, 3])
+def test_reads_are_exact(world: int, graph: Data, roots: Callable[[int], Path]):
+    sweep = Sweep(world)
+    for kind in KINDS:
+        sweep.add(kind.__name__, Job(kind().double(), roots(world), (), MODES), graph)
     sweep.check()

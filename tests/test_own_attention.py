@@ -19,7 +19,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 import pyg_sar
-from pyg_sar.comm import current
 from pyg_sar.nn import message_passing
 
 HEADS, WIDTH = 3, 4
@@ -494,18 +493,3 @@ def test_a_number_that_changes(kind: type[Base], kernels: None, root: Path, grap
     right = changing(kind, graph, lambda layer: layer)
     for found in parts(changing_here, 3, kind, root):
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
-
-
-def changed_on_one(root: Path) -> None:
-    data = pyg_sar.load_partition(root)
-    torch.manual_seed(0)
-    layer = pyg_sar.distribute(Attribute().double())
-    layer(data.x, data.edge_index)
-    if current().rank == 1:
-        layer.slope = 0.5
-    layer(data.x, data.edge_index).sum().backward()
-
-
-def test_an_attribute_that_changes_on_one_worker(root: Path) -> None:
-    with pytest.raises(Exception, match=r"slope: 0\.5' at rank 1"):
-        workers(changed_on_one, 3, root)
