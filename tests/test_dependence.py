@@ -44,7 +44,7 @@ from torch_geometric.utils import softmax
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import DistributedIndexError, WorkerError
+from pyg_sar.errors import WorkerError
 
 WORLD = 3
 POLICIES = (
@@ -242,29 +242,6 @@ def test_values_that_escape_are_those_of_the_whole_graph(graph: Data, root: Path
     sweep.check()
 
 
-def test_learned_weights_are_case_2(graph: Data, root: Path):
-    """The same sum is case 1 with constant weights and case 2 with weights that need a gradient."""
-
-    def worker(learned: bool) -> dict[str, Any]:
-        comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double())
-        x = data.x.clone().requires_grad_()
-        weight = data.edge_weight.clone().requires_grad_(learned)
-        with pyg_sar.Ledger(comm) as ledger:
-            layer(x, data.edge_index, weight).sum().backward()
-        halo = data.edge_index.to_local().plan.num_halo * OUT * BYTES  # rows are mapped first
-        return {
-            "refetches": ledger.received_bytes(kind="refetch") / halo,
-            "recomputes": ledger.events("recompute"),
-        }
-
-    for learned in (False, True):
-        with apart():
-            found = workers(worker, WORLD, learned)
-        assert found == [{"refetches": int(learned), "recomputes": int(learned)}] * WORLD
-
-
 FIRST: dict[str, Callable[[], MessagePassing]] = {
     "sage": lambda: gnn.SAGEConv(CHANNELS, OUT),
     "sage, max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
@@ -350,50 +327,6 @@ def test_analysis_follows_what_changes(graph: Data, root: Path):
 
     with apart():
         assert workers(worker, WORLD) == [[1, 0, 1]] * WORLD
-
-
-def test_a_message_that_changes_its_mind(graph: Data, root: Path):
-    """A switch on the layer makes a linear message nonlinear: the first answer must not be used."""
-
-    class Switched(MessagePassing):
-        def __init__(self) -> None:
-            super().__init__(aggr="sum")
-            self.nonlinear, self.options = False, SimpleNamespace(scale=torch.ones(1))
-            self.register_buffer("fixed", torch.linspace(-1, 1, EDGE_DIM * CHANNELS).view(4, -1))
-
-        def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-            return self.propagate(edge_index, x=x, edge_attr=edge_attr)
-
-        def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:
-            gate = (edge_attr @ self.fixed).cos()
-            return gate * (x_j.sin() if self.nonlinear else x_j) * self.options.scale
-
-    plain = Switched().double()
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), POLICIES[1])
-        gradients = []
-        for nonlinear in (False, True):
-            layer.nonlinear = nonlinear
-            x = data.x.clone().requires_grad_()
-            layer(x, data.edge_index, data.edge_attr).square().sum().backward()
-            gradients.append(x.grad.full_tensor())
-        # A tensor in an object is not kept for the backward pass.
-        loss = layer(x, data.edge_index, data.edge_attr).square().sum()
-        layer.options.scale += 1.0
-        with pytest.raises(DistributedIndexError, match="came out differently .* neither an arg"):
-            loss.backward()
-        return gradients
-
-    found = workers(worker, WORLD)
-    for step, nonlinear in enumerate((False, True)):
-        plain.nonlinear = nonlinear
-        x = graph.x.clone().requires_grad_()
-        plain(x, graph.edge_index, graph.edge_attr).square().sum().backward()
-        assert x.grad is not None
-        for gradients in found:
-            assert torch.allclose(gradients[step], x.grad, rtol=1e-10, atol=1e-12)
 
 
 EDGES = 211

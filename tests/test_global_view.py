@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from combinations import some
-from oracle import parts
+from oracle import alike, parts
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
@@ -205,33 +205,6 @@ def test_training_gives_the_numbers_of_one_process(world: int, roots: Callable[[
             torch.testing.assert_close(
                 other, one, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
             )
-
-
-def propagated(data: Data) -> list[Tensor]:
-    """Label propagation and Correct and Smooth, by a mask and by ids."""
-    spread = gnn.LabelPropagation(num_layers=3, alpha=0.9)
-    smooth = gnn.CorrectAndSmooth(2, 0.8, 2, 0.5)
-    ids = torch.arange(0, NODES, 3)
-    if isinstance(data.x, NodeTensor):
-        spread = pyg_sar.distribute(spread)
-        smooth = pyg_sar.distribute(smooth)
-    found = [spread(data.y, data.edge_index, mask) for mask in (data.train_mask, ids)]
-    soft = data.x[:, :CLASSES].softmax(-1)
-    corrected = smooth.correct(soft, data.y[ids], ids, data.edge_index)
-    found += [corrected, smooth.smooth(corrected, data.y[ids], ids, data.edge_index)]
-    return [whole(t, "test") for t in found]
-
-
-def test_propagation_of_labels(roots: Callable[[int], str]) -> None:
-    expected = propagated(make_graph())
-
-    def run(root: str) -> tuple[list[Tensor], Tensor]:
-        data = pyg_sar.load_partition(root)
-        return propagated(data), data.x
-
-    for found, x in pyg_sar.launch(run, 1, roots(2), parts=2):
-        torch.testing.assert_close(found, expected)
-        assert torch.equal(x, make_graph().x)  # Gathered, as of workers with a part each.
 
 
 # What a script sees ###########################################################
@@ -459,11 +432,9 @@ def test_sparse_matrices(tmp_path: Path) -> None:
                 assert other == one
 
 
-def explanation(data: Data) -> list[Tensor]:
+def explanation(data: Data, ready: Callable[[Any], Any]) -> list[Tensor]:
     """The masks that explain a node's class."""
-    model = built("gcn")
-    if isinstance(data.x, NodeTensor):
-        pyg_sar.distribute(model)
+    model = ready(built("gcn"))
     layers = torch.nn.ModuleList([model.first, model.second])
 
     class Two(torch.nn.Module):
@@ -485,7 +456,8 @@ def explanation(data: Data) -> list[Tensor]:
         model_config=config,
     )
     found = explainer(data.x, data.edge_index, index=4)
-    return [whole(mask.detach(), "mask") for mask in (found.node_mask, found.edge_mask)]
+    assert int((found.edge_mask > 0).sum()) > 3
+    return [mask.detach() for mask in (found.node_mask, found.edge_mask)]
 
 
 @pytest.mark.parametrize("loops", [False, True])
@@ -493,12 +465,8 @@ def test_explanations(loops: bool, tmp_path: Path) -> None:
     data = make_graph()
     edges = data.edge_index if loops else remove_self_loops(data.edge_index)[0]
     data = Data(x=data.x, edge_index=edges)
-    expected = explanation(data)
-    assert int((expected[1] > 0).sum()) > 3
     pyg_sar.write_partitions(data, 2, tmp_path / "parts")
-    run = lambda root: explanation(pyg_sar.load_partition(root))  # noqa: E731
-    for found in pyg_sar.launch(run, 1, tmp_path / "parts", parts=2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    alike(explanation, data, tmp_path / "parts", 2, parts, 1e-9)
 
 
 # Several node types ###########################################################
@@ -530,11 +498,13 @@ class Hetero(torch.nn.Module):
         return self.head(self.second(x, data.edge_index_dict)["paper"])
 
 
-def hetero_step(model: torch.nn.Module, data: HeteroData) -> list[Any]:
+def hetero_step(data: HeteroData, ready: Callable[[Any], Any]) -> list[Any]:
+    model = ready(built_hetero(make_hetero()))
     out = model(data)
     loss = F.cross_entropy(out, data["paper"].y)
     loss.backward()
-    return [loss.item(), whole(out, "test").detach(), *(p.grad for p in model.parameters())]
+    gradients = [p.grad for p in model.parameters()]
+    return [loss.item(), out.detach(), *gradients, *negative_pairs(data)]
 
 
 def negative_pairs(data: HeteroData) -> list[Tensor]:
@@ -548,7 +518,7 @@ def negative_pairs(data: HeteroData) -> list[Tensor]:
     inside = inside[:, inside[0].argsort(stable=True)]
     pairs += [*structured_negative_sampling(edges), negative_sampling(inside, 40, 0.5)]
     pairs.append(batched_negative_sampling(inside, torch.zeros(40, dtype=torch.long)))
-    return [whole(found, "test") for found in (*pairs, *scores)]
+    return [*pairs, *scores]
 
 
 def built_hetero(data: HeteroData) -> torch.nn.Module:
@@ -560,17 +530,8 @@ def built_hetero(data: HeteroData) -> torch.nn.Module:
 
 
 def test_node_types(tmp_path: Path) -> None:
-    graph = make_hetero()
-    expected = hetero_step(built_hetero(graph), graph) + negative_pairs(graph)
-    pyg_sar.write_partitions(graph, 2, tmp_path / "parts")
-
-    def run() -> list[Any]:
-        model = built_hetero(make_hetero())
-        data = pyg_sar.load_partition(tmp_path / "parts")
-        return hetero_step(pyg_sar.distribute(model), data) + negative_pairs(data)
-
-    for found in pyg_sar.launch(run, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts")
+    alike(hetero_step, make_hetero(), tmp_path / "parts", 2, tolerance=1e-9)
 
 
 STATIC: dict[str, Callable[[], torch.nn.Module]] = {
@@ -592,25 +553,19 @@ def of_static_graphs(data: Data, convert: Any) -> dict[str, list[Tensor]]:
         out = model(x, data.edge_index)
         weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
         gradients = torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
-        found[name] = [whole(t, "test").detach() for t in (out, *gradients)]
-    return found
-
-
-def static_work(root: str) -> dict[str, list[Tensor]]:
-    data = pyg_sar.load_partition(root)
+        found[name] = [t.detach() for t in (out, *gradients)]
     for layer in (gnn.GATConv(8, 5), torch.nn.BatchNorm1d(8)):
-        model = pyg_sar.distribute(layer.double())
+        if not isinstance(data.x, NodeTensor):
+            break
+        model = convert(layer.double())
         edges = (data.edge_index,) if isinstance(layer, gnn.GATConv) else ()
         with pytest.raises(DistributedIndexError, match="nodes along axis 1"):
             model(torch.stack([data.x, data.x]), *edges)
-    return of_static_graphs(data, pyg_sar.distribute)
+    return found
 
 
 def test_static_graphs(roots: Callable[[int], str]) -> None:
-    expected = of_static_graphs(make_graph(), lambda model: model)
-    for found in pyg_sar.launch(static_work, 2, roots(2)):
-        for name in STATIC:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
+    alike(of_static_graphs, make_graph(), Path(roots(2)), 2)
 
 
 def test_a_matrix_by_columns_stays_one(tmp_path: Path) -> None:

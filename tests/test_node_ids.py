@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero, random_parts
-from oracle import MODES, TOLERANCE, error, make_graph, parts, workers
+from oracle import MODES, TOLERANCE, alike, error, make_graph, parts, workers
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
@@ -324,8 +324,8 @@ def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
     """``train_idx`` and ``split_idx``, on a worker without nodes too."""
     plain = GCNConv(6, 3).double()
 
-    def run(model: torch.nn.Module, data: Data) -> Any:
-        lists = data.train_idx, data.split_idx["train"]
+    def run(data: Data, ready: Callable[[Any], Any]) -> Any:
+        model, lists = ready(copy.deepcopy(plain)), (data.train_idx, data.split_idx["train"])
         return [
             trained(
                 model,
@@ -334,32 +334,21 @@ def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
             for ids in lists
         ]
 
-    expected = run(copy.deepcopy(plain), graph())
-
-    def worker() -> Any:
-        return run(pyg_sar.distribute(plain), pyg_sar.load_partition(roots[world]))
-
-    for found in workers(worker, world):
-        for mine, theirs in zip(found, expected, strict=True):
-            assert_close(mine, theirs)
+    alike(run, graph(), roots[world], world)
 
 
 def test_messages_along_pairs(roots: dict[int, Path]):
     """A second edge list is an ``edge_index`` in every mode: layers take it."""
-    data, model = graph(), GCNConv(6, 3).double()
-    expected = model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach()
+    plain = GCNConv(6, 3).double()
 
-    def worker() -> list[Tensor]:
-        part, found = pyg_sar.load_partition(roots[3]), []
+    def outs(data: Data, ready: Callable[[Any], Any]) -> list[Tensor]:
+        model, found = ready(copy.deepcopy(plain)), []
         for policy in MODES:
-            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
-            out = mine(part.x, part.edge_index_2, part.edge_weight_2.double())
-            found.append(out.full_tensor().detach())
+            model.policy = policy
+            found.append(model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach())
         return found
 
-    for found in workers(worker, 3):
-        for out in found:
-            assert torch.allclose(out, expected, rtol=0, atol=TOLERANCE)
+    alike(outs, graph(), roots[3], 3)
 
 
 # Heterogeneous ###############################################################
