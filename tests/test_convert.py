@@ -16,14 +16,12 @@ from oracle import (
     CHANNELS,
     OUT,
     TOLERANCE,
-    Job,
     Partitions,
-    Sweep,
+    alike,
     assert_small,
     both,
     error,
     errors,
-    make_graph,
     node_losses,
     one_pass,
     single_process,
@@ -37,7 +35,6 @@ from torch_geometric.data import Data
 from torch_geometric.explain import (
     AttentionExplainer,
     Explainer,
-    GNNExplainer,
     GraphMaskExplainer,
 )
 from torch_geometric.nn import MessagePassing
@@ -204,16 +201,6 @@ def test_subclass_on_plain_edges_is_pyg(aggr: str, flow: str, graph: Data):
     assert torch.equal(found.x_grad, expected.x_grad)
 
 
-def test_subclass_on_distributed_edges(graph: Data, root: Path):
-    own = OwnLayer().double()
-    plain = PlainLayer().double()
-    plain.load_state_dict(own.state_dict())
-    sweep = Sweep(WORLD)
-    sweep.add("own", Job(own, root), graph)
-    sweep.expected[0] = single_process(plain, graph)
-    sweep.check()
-
-
 # Calling it again, policies ##################################################
 
 
@@ -271,18 +258,8 @@ def test_unknown_layer_names(name: str):
     assert "block.conv" in str(caught.value) and repr(name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "argument"),
-    [({"mode": 0}, "mode"), ({"mode": 4}, "mode"), ({"mode": "1"}, "mode"),
-     ({"prefetch": -1}, "prefetch"), ({"prefetch": 1.5}, "prefetch"),
-     ({"message_budget": 0}, "message_budget"), ({"strategy": "fast"}, "strategy")],
-)  # fmt: skip
-def test_policies_are_checked(wrong: dict[str, Any], argument: str):
-    with pytest.raises(ValueError, match=f"'{argument}'.*got"):
-        SARPolicy(**wrong)
-
-
 def test_policies_are_frozen_and_keyword_only():
+    """Wrong settings: test_arguments.py."""
     with pytest.raises(AttributeError):
         SARPolicy().mode = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -350,18 +327,12 @@ class Table(torch.nn.Module):
 def test_a_table_with_sparse_gradients(graph: Data, root: Path):
     plain = Table().double()
 
-    def run(model: Any, data: Data) -> Tensor:
+    def gradient(data: Data, ready: Callable[[Any], Any]) -> Tensor:
+        model = ready(copy.deepcopy(plain))
         node_losses(model(data.y, data.edge_index)).mean().backward()
         return model.table.weight.grad.to_dense()
 
-    expected = run(copy.deepcopy(plain), graph)
-
-    def worker() -> Tensor:
-        model = pyg_sar.distribute(copy.deepcopy(plain))
-        return run(model, pyg_sar.load_partition(root))
-
-    for found in workers(worker, WORLD):
-        assert error(found, expected) <= TOLERANCE
+    alike(gradient, graph, root, WORLD)
 
 
 # Parameters of rank 0, several models #########################################
@@ -410,10 +381,8 @@ def test_two_models_in_one_backward_pass(graph: Data, root: Path):
     """An encoder and a head, distributed each on its own, or both frozen in turn."""
     encoder, head = gnn.GATConv(CHANNELS, 4).double(), Linear(4, OUT).double()
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        first = pyg_sar.distribute(copy.deepcopy(encoder))
-        second = pyg_sar.distribute(copy.deepcopy(head))
+    def gradients(data: Data, ready: Callable[[Any], Any]) -> Any:
+        first, second = ready(copy.deepcopy(encoder)), ready(copy.deepcopy(head))
         found = []
         for _ in range(2):
             first.zero_grad(), second.zero_grad()
@@ -421,14 +390,7 @@ def test_two_models_in_one_backward_pass(graph: Data, root: Path):
             found.append([p.grad.clone() for p in (*first.parameters(), *second.parameters())])
         return found
 
-    alone = copy.deepcopy(encoder), copy.deepcopy(head)
-    node_losses(alone[1](alone[0](graph.x, graph.edge_index))).mean().backward()
-    expected = [p.grad for p in (*alone[0].parameters(), *alone[1].parameters())]
-    scale = max(float(g.abs().max()) for g in expected)
-    for found in workers(worker, WORLD):
-        for step in found:
-            for gradient, right in zip(step, expected, strict=True):
-                assert error(gradient, right, scale) <= TOLERANCE
+    alike(gradients, graph, root, WORLD)
 
 
 # What must not undo the override #############################################
@@ -544,18 +506,13 @@ class Differences(gnn.MessagePassing):
 def test_an_explained_layer_is_exact(layer: Any, graph: Data, root: Path):
     """An edge mask, as explainers set it: each edge's message is scaled."""
 
-    def explained(module: Any, mask: Tensor) -> Any:
+    def explained(data: Data, ready: Callable[[Any], Any]) -> Tensor:
+        module, mask = ready(copy.deepcopy(layer)), data.edge_weight
         module.explain = True
         module._edge_mask, module._loop_mask, module._apply_sigmoid = mask, mask > 0, False
-        return module
+        return module(data.x, data.edge_index).detach()
 
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer))
-        return whole(explained(mine, data.edge_weight)(data.x, data.edge_index).detach())
-
-    expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)
-    assert max(error(out, expected) for out in workers(worker, WORLD)) <= TOLERANCE
+    alike(explained, graph, root, WORLD)
 
 
 EXPLAINERS: dict[str, Any] = {
@@ -590,14 +547,9 @@ def test_explainers_that_read_messages(name: str, graph: Data, root: Path):
         found = explainer(data.x, data.edge_index, index=3)
         after = model(data.x, data.edge_index)  # It runs as before.
         masks = [mask for mask in (found.edge_mask, found.get("node_mask")) if mask is not None]
-        return [whole(t.detach()) for t in (*masks, after)]
+        return [t.detach() for t in (*masks, after)]
 
-    def worker() -> list[Tensor]:
-        return explained(pyg_sar.load_partition(root), pyg_sar.distribute)
-
-    expected = explained(graph, lambda module: module)
-    for found in both(worker, WORLD):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    alike(explained, graph, root, WORLD, both, 1e-9)
 
 
 def test_an_explained_message_of_ones_own(graph: Data, root: Path):
@@ -610,28 +562,6 @@ def test_an_explained_message_of_ones_own(graph: Data, root: Path):
         torch.manual_seed(3)
         layer = ready(gnn.GraphConv(CHANNELS, CHANNELS).double())
         layer.explain_message, layer.explain = explain_message.__get__(layer), True
-        return whole(layer(data.x, data.edge_index).detach())
+        return layer(data.x, data.edge_index).detach()
 
-    def worker() -> Tensor:
-        return explained(pyg_sar.load_partition(root), pyg_sar.distribute)
-
-    expected = explained(graph, lambda module: module)
-    assert max(error(out, expected) for out in both(worker, WORLD)) <= TOLERANCE
-
-
-def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):
-    """Explaining a trained model afterwards, in one process."""
-    model = pyg_sar.distribute(Net().double())
-    explainer = Explainer(
-        model,
-        GNNExplainer(epochs=2),
-        explanation_type="model",
-        node_mask_type=None,
-        edge_mask_type="object",
-        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-    )
-    graph = make_graph(dtype=torch.float64)
-    loose = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
-    explanation = explainer(graph.x, loose, index=3)
-    assert explanation.edge_mask.numel() == loose.size(1)
-    assert is_distributed(model.first)
+    alike(explained, graph, root, WORLD, both)

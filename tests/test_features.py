@@ -1,4 +1,4 @@
-"""Features propagated once, and models that only propagate: as PyG's own on any number of parts."""
+"""Features propagated once: as PyG's own on any number of parts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, error, make_graph, whole, workers
-from torch import Tensor
+from oracle import CHANNELS, TOLERANCE, error, make_graph, whole, workers
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
 from torch_geometric.transforms import SIGN
 from torch_geometric.utils import coalesce
 
@@ -97,68 +95,3 @@ def test_a_transform_gives_the_same_features(partitions):
     for found in workers(transform, 2, partitions(graph, 2)):
         assert error(found[0], expected.x1) < TOLERANCE
         assert error(found[1], expected.x2) < TOLERANCE
-
-
-class Propagating(torch.nn.Module):
-    """A linear map between two propagations, labels spread, and C&S behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = gnn.SGConv(CHANNELS, 4, K=2)
-        self.last = gnn.Linear(4, CLASSES)
-        self.spread = gnn.APPNP(K=4, alpha=0.2)
-        self.labels = gnn.LabelPropagation(3, 0.8)
-        self.post = gnn.CorrectAndSmooth(2, 0.8, 3, 0.7)
-
-    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
-        z = self.last(self.first(data.x, data.edge_index).tanh())
-        out = self.spread(z, data.edge_index)
-        loss = out[data.train_mask].square().sum(-1).mean()
-        y = torch.nn.functional.one_hot(data.y, CLASSES).to(out.dtype)
-        labels = self.labels(y, data.edge_index, mask=data.train_mask)
-        soft, mask = out.detach().softmax(-1), data.train_mask
-        soft = self.post.correct(soft, data.y[mask], mask, data.edge_index)
-        soft = self.post.smooth(soft, data.y[mask], mask, data.edge_index)
-        return loss, torch.cat([out.detach(), labels, soft], dim=1)
-
-
-def propagated(root: Path, model: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
-    own = pyg_sar.distribute(copy.deepcopy(model))
-    loss, out = own(data)
-    loss.backward()
-    return whole(out), [p.grad.clone() for p in own.parameters()]
-
-
-def test_models_that_only_propagate(partitions):
-    graph, model = make_graph(NODES, 200), Propagating()
-    loss, expected = model(graph)
-    loss.backward()
-    for out, grads in host(propagated, 8, partitions(graph, 8), model):
-        assert error(out, expected) < TOLERANCE
-        for grad, parameter in zip(grads, model.parameters(), strict=True):
-            assert error(grad, parameter.grad) < TOLERANCE
-
-
-class Relational(torch.nn.Module):
-    """R-GCN: bases in the first layer, blocks in the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = gnn.RGCNConv(CHANNELS, 4, 3, num_bases=2)
-        self.last = gnn.RGCNConv(4, 2, 3, num_blocks=2)
-
-    def forward(self, data: Data) -> tuple[Tensor, Tensor]:
-        edges = data.edge_index, data.edge_type
-        out = self.last(self.first(data.x, *edges).relu(), *edges)
-        return out[data.train_mask].square().sum(-1).mean(), out.detach()
-
-
-def test_rgcn_on_parts(partitions):
-    graph, model = make_graph(NODES, 200), Relational()
-    loss, expected = model(graph)
-    loss.backward()
-    for out, grads in host(propagated, 8, partitions(graph, 8), model):
-        assert error(out, expected) < TOLERANCE
-        for grad, parameter in zip(grads, model.parameters(), strict=True):
-            assert error(grad, parameter.grad) < TOLERANCE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -277,41 +276,6 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     x = data.x.clone().requires_grad_()
     assert fused_passes(model, data) == (why_missing() is None)
     assert torch.autograd.gradcheck(lambda x: _dropped(model, data, x), x)
-
-
-def test_dropout_keeps_the_mean() -> None:
-    data = make_graph(20, 80)
-    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double())
-    drawn = torch.stack([layer(data.x, data.edge_index).detach() for _ in range(600)])
-    expected = layer.eval()(data.x, data.edge_index)
-    spread = drawn.std(0) / 600**0.5
-    assert ((drawn.mean(0) - expected).abs() <= 5 * spread + 1e-12).all()
-    assert (spread > 0).any()
-
-
-def _masks(root: object, policies: list[SARPolicy]) -> list[tuple[Tensor, Tensor]]:
-    data = pyg_sar.load_partition(root)
-    torch.manual_seed(0)
-    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double())
-    found = []
-    for policy in policies:
-        set_policy(layer, policy)
-        x = data.x.clone().requires_grad_()
-        torch.manual_seed(3)
-        out = layer(x, data.edge_index)
-        out.square().sum(-1).mean().backward()
-        found.append((out.detach().full_tensor(), x.grad.full_tensor()))
-    return found
-
-
-def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
-    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
-    policies = [replace(policy, random="same") for policy in POLICIES[:3]]
-    results = workers(_masks, 2, tmp_path / "parts", policies)
-    for (first, gradient), *others in results:
-        for out, other in others:
-            assert torch.equal(out, first)
-            assert torch.allclose(other, gradient, rtol=1e-12, atol=1e-14)
 
 
 # The laws ####################################################################

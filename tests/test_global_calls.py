@@ -346,14 +346,6 @@ def loss_of(model: Any, data: Data) -> Tensor:
     return out.square().mean()
 
 
-def accumulated(data: Data, converted: Converted) -> Any:
-    """Two passes forward and two back, without a step in between."""
-    model = net(converted)
-    loss_of(model, data).backward()
-    loss_of(model, data).backward()
-    return gradients(model)
-
-
 def of_two_passes(data: Data, converted: Converted) -> Any:
     """Two passes forward before one back, with other weights in the second."""
     model = net(converted)
@@ -361,17 +353,6 @@ def of_two_passes(data: Data, converted: Converted) -> Any:
     (first + loss_of(model, data.clone())).backward(retain_graph=True)
     first.backward()
     return gradients(model)
-
-
-def asked_of_some(data: Data, converted: Converted) -> Any:
-    model = net(converted)
-    for layer in (model[0], model[2]):
-        layer.policy = pyg_sar.SARPolicy(mode=3)
-    loss = loss_of(model, data)
-    first, *_, last = model.parameters()
-    found = [*torch.autograd.grad(loss, [last], retain_graph=True)]
-    (inner,) = torch.autograd.grad(loss, [first], create_graph=True)
-    return [*found, inner, *torch.autograd.grad(inner.square().sum(), [first, last])]
 
 
 def of_changing_weights(data: Data, converted: Converted) -> Any:
@@ -396,16 +377,6 @@ def of_changing_weights(data: Data, converted: Converted) -> Any:
     return found
 
 
-def hooked(data: Data, converted: Converted) -> Any:
-    """Hooks see sums; a penalty of the weights, outside of layers, is complete already."""
-    model, seen = net(converted), {}
-    first, *_, last = model.parameters()
-    last.register_hook(lambda g: (seen.update(last=g.clone()), 2 * g)[1])
-    first.register_post_accumulate_grad_hook(lambda p: seen.update(first=p.grad.clone()))
-    (loss_of(model, data) + sum(p.square().sum() for p in model.parameters())).backward()
-    return [seen["first"], seen["last"], *gradients(model)]
-
-
 def copied(data: Data, converted: Converted) -> Any:
     model = net(converted)
     loss_of(model, data).backward()
@@ -415,17 +386,6 @@ def copied(data: Data, converted: Converted) -> Any:
     del model
     loss_of(other, data).backward()
     return gradients(other)
-
-
-def recomputed(reentrant: bool) -> Case:
-    def case(data: Data, converted: Converted) -> Any:
-        model = net(converted)
-        x = data.x.clone().requires_grad_()
-        out = checkpoint(model, x, data.edge_index, use_reentrant=reentrant)
-        (out.square().mean() + loss_of(model, data)).backward()
-        return gradients(model)
-
-    return case
 
 
 def pruned(data: Data, converted: Converted) -> Any:
@@ -494,18 +454,9 @@ def in_lists(data: Data, converted: Converted) -> Any:
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    cases = (accumulated, of_two_passes, asked_of_some, of_changing_weights, hooked, copied)
-    equal(
-        tmp_path,
-        *cases,
-        recomputed(True),
-        recomputed(False),
-        pruned,
-        parametrized,
-        of_another_network,
-        holding,
-        in_lists,
-    )
+    """Accumulated, asked for, hooked and checkpointed ones: test_gradient_hooks.py."""
+    cases = (of_two_passes, of_changing_weights, copied, pruned, parametrized)
+    equal(tmp_path, *cases, of_another_network, holding, in_lists)
 
 
 def summed_once(root: Path) -> list[Any]:
@@ -603,23 +554,6 @@ def rows_out_and_back(data: Data, converted: Converted) -> Any:
 
 def test_rows_out_and_back(tmp_path: Path) -> None:
     equal(tmp_path, rows_out_and_back)
-
-
-def test_from_local_says_what_it_takes(tmp_path: Path) -> None:
-    pyg_sar.write_partitions(make_graph(), 1, tmp_path)
-
-    def refused(*given: Any) -> str:
-        with pytest.raises((TypeError, ValueError)) as caught:
-            pyg_sar.from_local(*given)
-        return str(caught.value)
-
-    def work() -> list[str]:
-        data = pyg_sar.load_partition(tmp_path)
-        rows = data.x.to_local()
-        return [refused(data.x, data), refused(rows[:3], data), refused(rows, 3)]
-
-    texts = pyg_sar.launch(work, 1, parts=1)[0]
-    assert "plain tensor" in texts[0] and "20 of 20 rows" in texts[1] and "int" in texts[2]
 
 
 # One message of gradients ######################################################

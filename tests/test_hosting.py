@@ -30,11 +30,8 @@ from oracle import (
     EDGE_DIM,
     OUT,
     SWITCH,
-    TOLERANCE,
-    error,
     make_graph,
     node_losses,
-    whole,
 )
 from torch import Tensor
 from torch.autograd.graph import allow_mutation_on_saved_tensors
@@ -61,7 +58,6 @@ from pyg_sar.errors import (
     PygSarError,
     WorkerError,
 )
-from pyg_sar.nn import NodeEmbedding
 
 PARTS = 8
 LABEL = ("conv", "forward", "fetch")
@@ -88,37 +84,7 @@ def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Exactness: every second layer of a sweep (oracle.Sweep) runs on parts ########
-
-
-def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
-    conv = gnn.GATConv(CHANNELS, OUT).double()
-    table = torch.randn(graph.num_nodes, CHANNELS, dtype=torch.float64)
-    rows = table.clone().requires_grad_()
-    conv.zero_grad()
-    for _ in range(2):
-        node_losses(conv(rows, graph.edge_index)).mean().backward()
-    expected = {name: p.grad for name, p in conv.named_parameters()}
-    blank = {name: p.detach().clone() for name, p in conv.named_parameters()}
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        embedding = NodeEmbedding(data.num_nodes, CHANNELS).double()
-        layer = gnn.GATConv(CHANNELS, OUT).double()
-        layer.load_state_dict(blank)
-        model = pyg_sar.distribute(torch.nn.ModuleDict({"table": embedding, "conv": layer}))
-        weight = model["table"].weight
-        with torch.no_grad():
-            weight.copy_(table)
-        for _ in range(2):
-            node_losses(model["conv"](weight, data.edge_index)).mean().backward()
-        grads = {name: p.grad for name, p in model["conv"].named_parameters()}
-        return whole(weight.grad), grads
-
-    for gradient_of_rows, grads in host(worker, PARTS):
-        assert error(gradient_of_rows, rows.grad) <= TOLERANCE
-        for name, gradient in expected.items():
-            assert error(grads[name], gradient) <= TOLERANCE, name
+# What travels; exactness: every second layer of a sweep (oracle.Sweep) ########
 
 
 LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {

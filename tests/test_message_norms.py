@@ -21,14 +21,14 @@ from oracle import (
     EDGE_DIM,
     MODES,
     OUT,
-    TOLERANCE,
     Job,
     Partitions,
     Sweep,
+    alike,
+    both,
     hosted,
     make_graph,
-    parts,
-    whole,
+    set_policy,
     workers,
 )
 from torch import Tensor
@@ -168,16 +168,6 @@ def test_norms_inside_messages(world: int, graph: Data, partitions: Partitions):
     sweep.check(hosted(world))
 
 
-def test_a_worker_without_an_edge_takes_part(graph: Data, partitions: Partitions):
-    """Said of the graphs above: the last of three workers has a node and no edge at all."""
-
-    def worker(root: Path) -> tuple[int, int]:
-        data = pyg_sar.load_partition(root)
-        return data.x.to_local().size(0), data.edge_index.to_local().size(1)
-
-    assert workers(worker, 3, root_of(3, graph, partitions))[-1] == (1, 0)
-
-
 def test_statistics_inside_a_message_travel_and_rows_of_edges_do_not(
     graph: Data, partitions: Partitions
 ):
@@ -214,17 +204,18 @@ def test_training_evaluation_and_training_again(graph: Data, partitions: Partiti
             x = data.x.clone().requires_grad_()
             out = model(x, data.edge_index, data.edge_attr)
             (out * cotangents).sum().backward()
-            found += [whole(out.detach()), whole(x.grad)]
+            found += [out.detach(), x.grad]
         return [*found, *(b.detach().clone() for b in model.buffers())]
 
-    expected = [steps(copy.deepcopy(layer), graph) for layer, _ in cases]
+    def all_of(data: Data, ready: Callable[[Any], Any]) -> list[list[Tensor]]:
+        found = []
+        for layer, policy in cases:
+            model = ready(copy.deepcopy(layer))
+            set_policy(model, policy)
+            found.append(steps(model, data))
+        return found
 
-    def worker(root: Path) -> list[list[Tensor]]:
-        data = pyg_sar.load_partition(root)
-        return [steps(pyg_sar.distribute(copy.deepcopy(m), policy), data) for m, policy in cases]
-
-    for found in workers(worker, 3, root_of(3, graph, partitions)):
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    alike(all_of, graph, root_of(3, graph, partitions), 3)
 
 
 def test_one_shot_warns_and_says_why(graph: Data, partitions: Partitions):
@@ -260,22 +251,16 @@ class Pooled(MessagePassing):
 
 
 def test_norms_in_layers_of_ones_own(graph: Data, partitions: Partitions):
-    def steps(layer: torch.nn.Module, data: Data) -> list[Any]:
+    def steps(data: Data, ready: Callable[[Any], Any]) -> list[Any]:
+        layer = ready(Pooled().double())
         for _ in range(2):
             x = data.x.clone().requires_grad_()
             out = layer(x, data.edge_index)
             out.sin().sum().backward()
         grads = [p.grad for p in layer.parameters()]
-        return [whole(out.detach()), whole(x.grad), *grads, *(b for b in layer.buffers())]
+        return [out.detach(), x.grad, *grads, *(b for b in layer.buffers())]
 
-    expected = steps(Pooled().double(), graph)
-
-    def worker(root: Path) -> list[Any]:
-        return steps(pyg_sar.distribute(Pooled().double()), pyg_sar.load_partition(root))
-
-    for launch in (workers, parts):
-        for found in launch(worker, 3, root_of(3, graph, partitions)):
-            torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    alike(steps, graph, root_of(3, graph, partitions), 3, both)
 
 
 # Models ######################################################################
@@ -310,24 +295,14 @@ def test_norms_between_the_layers_of_models(graph: Data, partitions: Partitions)
     ]
     cotangents = torch.randn(data.num_nodes, OUT, dtype=torch.float64)
 
-    def step(model: torch.nn.Module, data: Data) -> dict[str, Tensor]:
+    def step(model: torch.nn.Module, data: Data) -> list[Tensor]:
         x = data.x.clone().requires_grad_()
         out = model(x, data.edge_index, data.group)
         (out * cotangents).sum().backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found = {"out": whole(out.detach()), "x": whole(x.grad)} | grads
-        return found | dict(model.named_buffers())
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [out.detach(), x.grad, *grads, *model.buffers()]
 
-    expected = [step(copy.deepcopy(m), data) for m in models]
+    def all_of(data: Data, ready: Callable[[Any], Any]) -> list[list[Tensor]]:
+        return [step(ready(copy.deepcopy(model)), data) for model in models]
 
-    def worker(root: Path) -> list[dict[str, Tensor]]:
-        mine = pyg_sar.load_partition(root)
-        return [step(pyg_sar.distribute(copy.deepcopy(m)), mine) for m in models]
-
-    for found in workers(worker, 3, root):
-        for model, here, right in zip(models, found, expected, strict=True):
-            assert here.keys() == right.keys()
-            scale = max(float(g.abs().max()) for g in right.values())
-            for name, value in right.items():
-                difference = (here[name].double() - value.double()).abs()
-                assert float(difference.max()) <= TOLERANCE * scale, (model.model.norms[0], name)
+    alike(all_of, data, root, 3, tolerance=1e-9)

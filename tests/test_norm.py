@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from combinations import some
-from oracle import TOLERANCE, error, make_graph, parts, whole, workers
+from oracle import TOLERANCE, alike, error, parts, processes, whole, workers
 from torch import Tensor
 from torch.nn import BatchNorm1d
 from torch_geometric.data import Data
@@ -378,13 +378,10 @@ def test_equal_features(tmp_path: Path):
                 x = torch.full_like(data.x, 2.0).requires_grad_()
                 out = ready(make_norm(name))(x, *args)
                 (out * torch.arange(NODES * CHANNELS).view(NODES, CHANNELS)).sum().backward()
-                found.append((whole(out.detach()), whole(x.grad)))
+                found.append((out.detach(), x.grad))
         return found
 
-    expected = all_of(graph(), lambda norm: norm)
-    worker = lambda root: all_of(pyg_sar.load_partition(root), pyg_sar.distribute)  # noqa: E731
-    for found in workers(worker, 2, written(tmp_path, 2)):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    alike(all_of, graph(), written(tmp_path, 2), 2, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -402,18 +399,12 @@ def test_few_rows(world: int, tmp_path: Path):
                 for training in (True, False):
                     norm.train(training)
                     try:
-                        found += [
-                            whole(norm(x).detach()),
-                            *(b.clone() for b in norm.buffers() if b.dim()),
-                        ]
+                        found += [norm(x).detach(), *(b.clone() for b in norm.buffers() if b.dim())]
                     except ValueError as refusal:
                         found.append("more than 1" in str(refusal) or str(refusal))
         return found
 
-    expected = all_of(graph(), lambda norm: norm)
-    worker = lambda root: all_of(pyg_sar.load_partition(root), pyg_sar.distribute)  # noqa: E731
-    for found in workers(worker, world, written(tmp_path, world)):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    alike(all_of, graph(), written(tmp_path, world), world)
 
 
 def test_instance_norm_told_not_to_use_what_it_tracked(tmp_path: Path):
@@ -421,33 +412,12 @@ def test_instance_norm_told_not_to_use_what_it_tracked(tmp_path: Path):
     norm = gnn.InstanceNorm(CHANNELS, track_running_stats=True).double().eval()
     norm.track_running_stats = False
     assert reduces_over_rows(norm)
-    plain = copy.deepcopy(norm)
-    expected = plain(graph().x)
 
-    def worker(root: Path) -> tuple[Tensor, Tensor]:
-        model = pyg_sar.distribute(copy.deepcopy(norm))
-        return whole(model(pyg_sar.load_partition(root).x)), model.running_var
+    def evaluated(data: Data, ready: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        model = ready(copy.deepcopy(norm))
+        return model(data.x), model.running_var
 
-    for out, running in workers(worker, 2, written(tmp_path, 2)):
-        assert max(error(out, expected), error(running, plain.running_var)) <= TOLERANCE
-
-
-def dropped(data: Data, convert: Any) -> Tensor:
-    rows = convert(gnn.InstanceNorm(6))(data.x)
-    torch.manual_seed(0)
-    return torch.nn.functional.dropout(rows, 0.5)
-
-
-def dropped_worker(root: Path) -> Tensor:
-    return dropped(pyg_sar.load_partition(root), pyg_sar.distribute).full_tensor()
-
-
-def test_dropout_after_an_instance_norm_is_that_of_one_process(tmp_path: Path):
-    """PyG's norm without a batch gives columns that lie together, in whose order dropout draws."""
-    graph = make_graph()
-    pyg_sar.write_partitions(graph, 2, tmp_path / "parts", "random")
-    for found in parts(dropped_worker, 2, tmp_path / "parts"):
-        assert error(found, dropped(graph, lambda module: module)) <= 1e-10
+    alike(evaluated, graph(), written(tmp_path, 2), 2)
 
 
 def test_distances_of_groups(tmp_path: Path):
@@ -702,19 +672,6 @@ def test_mistakes_end_all_workers(tmp_path: Path):
         assert not any(found), found
 
 
-def test_names_and_parameters_stay():
-    def worker() -> None:
-        for name in ALL:
-            norm = make_norm(name)
-            before, keys = dict(norm.named_parameters()), list(norm.state_dict())
-            text = repr(norm)
-            assert pyg_sar.distribute(norm) is norm and repr(norm) == text
-            assert list(norm.state_dict()) == keys and isinstance(norm, type(make_norm(name)))
-            assert all(p is before[n] for n, p in norm.named_parameters())
-
-    workers(worker, 2)
-
-
 class Layer(gnn.MessagePassing):
     """A layer whose message has a norm."""
 
@@ -775,7 +732,7 @@ def test_norms_of_other_classes_within_layers(tmp_path: Path):
 
     root = written(tmp_path, 2)
     expected = [outcome(norm, graph(), lambda layer: layer) for norm in made]
-    for found in workers(worker, 2, root):
+    for found in processes(worker, 2, root):  # Parts share what notes warnings.
         for norm, one, right in zip(made, found, expected, strict=True):
             message = f"{type(norm).__mro__[1].__name__}"
             if isinstance(right, str) or isinstance(one, str):
@@ -832,26 +789,16 @@ def test_kernels_of_norms(rows: int, width: int, dtype: torch.dtype) -> None:
         ops.run(kernels.column_products, g.repeat(2, 2), x, shift)
 
 
-def _dropped(change: Callable[[Any], Any], x: Tensor) -> dict[str, Any]:
-    """What a dropout leaves of norms of rows that lie in memory column by column."""
-    found = {}
-    for name, make in {**GRAPH_NORMS, "RMSNorm": lambda: torch.nn.RMSNorm(CHANNELS)}.items():
-        norm = change(make().double())
-        torch.manual_seed(3)
-        out = torch.nn.functional.dropout(norm(x.t().contiguous().t()), 0.5)
-        found[name] = whole(out)
-    return found
-
-
 def test_a_dropout_after_a_norm_follows_the_order_in_memory(tmp_path: Path) -> None:
-    data = make_graph(NODES, 60)
-    data.x = torch.randn(NODES, CHANNELS, dtype=torch.float64)
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", method="random")
+    """Of rows that lie in memory column by column, and of those of PyG's norm without a batch."""
 
-    def work() -> dict[str, Any]:
-        return _dropped(pyg_sar.distribute, pyg_sar.load_partition(tmp_path / "parts").x)
+    def dropped(data: Data, ready: Callable[..., Any]) -> list[Tensor]:
+        found = []
+        for make in (*GRAPH_NORMS.values(), lambda: torch.nn.RMSNorm(CHANNELS)):
+            norm = ready(make().double())
+            for x in (data.x, data.x.t().contiguous().t()):
+                torch.manual_seed(3)
+                found.append(torch.nn.functional.dropout(norm(x), 0.5).detach())
+        return found
 
-    expected = _dropped(lambda norm: norm, data.x)
-    for found in parts(work, 2):
-        for name, out in expected.items():
-            torch.testing.assert_close(found[name], out, msg=name)
+    alike(dropped, graph(), written(tmp_path, 2), 2, parts)

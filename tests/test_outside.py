@@ -8,10 +8,13 @@ import importlib
 import inspect
 import itertools
 import logging
+import math
 import operator
+import os
 import random
+import re
 import weakref
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,12 +24,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from combinations import everything
 from oracle import CHANNELS, Partitions, error, whole, workers
 from torch import Tensor
 from torch import is_warn_always_enabled as warns
 from torch.nn import functional
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import Aggregation, MessagePassing
 from torch_geometric.utils import _softmax, scatter, softmax
 
 import pyg_sar
@@ -39,6 +43,10 @@ STORE = {"on": False}
 VARIABLE: ContextVar[bool] = ContextVar("VARIABLE", default=False)
 LOGGER = logging.getLogger("a message's")
 Pair = namedtuple("Pair", ["left", "right"])
+
+
+FUNCTION: Callable[[float], float] = math.floor
+NOTHING: object = None
 
 
 class WithAttribute(dict[str, bool]):
@@ -82,8 +90,36 @@ class Replaced:
         return False
 
 
+class Slots:
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+class Called:
+    on = False
+
+    def __call__(self) -> bool:
+        return self.on
+
+
 class Block(torch.nn.Module):
     on = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.gate = torch.nn.Parameter(torch.tensor(-1.0))
+        self.inner, self.table, self._hidden = torch.nn.Identity(), {"on": False}, False
+        self.inner._on = False  # type: ignore[assignment]
+
+    @property
+    def of_global(self) -> bool:
+        return STORE["on"]
+
+    def told(self) -> bool:
+        return self.table["on"]
 
 
 BLOCK = Block()
@@ -91,6 +127,9 @@ BLOCK = Block()
 
 def told() -> bool:
     return STORE["on"]
+
+
+told.on = False  # type: ignore[attr-defined]
 
 
 def of_table(table: dict[str, bool]) -> bool:
@@ -151,6 +190,11 @@ def matches(held: Any) -> bool:
     return False
 
 
+def in_a_closure() -> Any:
+    cell = {"on": False}
+    return NAMES(look=lambda: cell["on"], cell=cell)
+
+
 OF_TABLE = functools.partial(of_table, STORE)
 VECTOR = np.vectorize(lambda number: number * STORE["on"])
 
@@ -187,12 +231,49 @@ def of(owner: Any, name: str) -> Callable[[Any, bool], None]:
     return lambda held, on: setattr(owner, name, on)
 
 
+def fill(held: Any, on: bool) -> None:
+    held.steps.fill_(2.0 * on)
+
+
 # What a layer holds, how its message reads a switch, and how that is turned on.
 PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, bool], Any]]] = {
     "deep": (
         lambda: NAMES(a=NAMES(b=NAMES(c=NAMES(d=NAMES(on=False))))),
         lambda h: h.a.b.c.d.on,
         put("a.b.c.d.on"),
+    ),
+    "buffer": (Block, lambda h: h.steps >= 2, fill),
+    "item of a buffer": (Block, lambda h: h.steps.item() >= 2, fill),
+    "parameter": (Block, lambda h: h.gate > 0, lambda h, on: h.gate.data.fill_(2.0 * on - 1)),
+    "underscore": (Block, lambda h: h._hidden, put("_hidden")),
+    "of a submodule": (Block, lambda h: h.inner._on, put("inner._on")),
+    "method of a module": (Block, lambda h: h.told(), lambda h, on: item("on")(h.table, on)),
+    "module in a list": (
+        lambda: [Block()],
+        lambda h: h[0].told(),
+        lambda h, on: item("on")(h[0].table, on),
+    ),
+    "property": (Block, lambda h: h.of_global, store),
+    "slots": (Slots, lambda h: h.on, put("on")),
+    "callable": (Called, lambda h: h(), put("on")),
+    "method": (lambda: Called().__call__, lambda h: h(), lambda h, on: put("on")(h.__self__, on)),
+    "queue": (lambda: deque([False]), lambda h: h[0], item(0)),
+    "closure": (in_a_closure, lambda h: h.look(), lambda h, on: item("on")(h.cell, on)),
+    "of a function": (int, lambda h: told.on, of(told, "on")),  # type: ignore[attr-defined]
+    "function": (
+        int,
+        lambda h: FUNCTION(-1.5) > 0,
+        lambda h, on: globals().update(FUNCTION=math.fabs if on else math.floor),
+    ),
+    "nothing": (
+        int,
+        lambda h: NOTHING is not None,
+        lambda h, on: globals().update(NOTHING=object() if on else None),
+    ),
+    "environment": (
+        int,
+        lambda h: os.environ.get("PYG_SAR_TEST_SWITCH") == "on",
+        lambda h, on: os.environ.update(PYG_SAR_TEST_SWITCH="on" if on else "off"),
     ),
     "deep items": (
         lambda: [{"a": [[{"on": 0}]]}],
@@ -311,19 +392,45 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, 
 """Of these, `int` holds nothing."""
 
 
+class OwnSum(Aggregation):
+    """Reads what the layer holds."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(
+        self, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
+    ) -> Tensor:
+        out = self.reduce(x, index, ptr, dim_size, dim, "sum")
+        return out / (1 + out.norm()) if self.held.steps >= 2 else out
+
+
 class Layer(MessagePassing):
-    def __init__(self, place: str, mixes: bool) -> None:
+    def __init__(self, place: str, how: str) -> None:
         super().__init__()
         make, self.read, self.put = PLACES[place]
-        self.held, self.mixes, self.lin = make(), mixes, torch.nn.Linear(CHANNELS, CHANNELS)
+        self.held, self.how, self.lin = make(), how, torch.nn.Linear(CHANNELS, CHANNELS)
+        if how == "aggregates":
+            self.aggr_module = OwnSum(self.held)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=self.lin(x))
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        if not self.read(self.held):
+        on = self.read(self.held)
+        if self.how in ("scales", "aggregates"):
+            return x_i.tanh() * x_j.cos() * (2.0 if on else 1.0)
+        if not on:
             return x_i.tanh()
-        return x_j * x_i.tanh() - x_j.mean(0) if self.mixes else (x_j * x_i).tanh()
+        return x_j * x_i.tanh() - x_j.mean(0) if self.how == "mixes" else (x_j * x_i).tanh()
+
+
+class OfBase(Layer):
+    """Its message calls that of its base class."""
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return 2 * super().message(x_i, x_j)
 
 
 def steps(layer: Any, x: Tensor, edge_index: Any, switch: Callable[[int, bool], None]) -> list[Any]:
@@ -344,7 +451,7 @@ def steps(layer: Any, x: Tensor, edge_index: Any, switch: Callable[[int, bool], 
 def trained(place: str, how: str, data: Any) -> list[Tensor] | str:
     """``how``: the message mixes edges once the switch is on, reads other rows; or does between."""
     torch.manual_seed(0)
-    layer = Layer(place, how == "mixes")
+    layer = (OfBase if how == "of a base class" else Layer)(place, how)
 
     def switch(step: int, after: bool) -> None:
         layer.put(layer.held, after if how == "between" else step >= 2)
@@ -362,23 +469,38 @@ def root(graph: Data, partitions: Partitions) -> Path:
     return partitions(graph, 2)
 
 
+def places(how: str) -> list[str]:
+    """Every second one reads other rows, the others scale them; with ``--all`` each does both."""
+    if how == "between":  # What isn't noticed: a global that is given another value there.
+        return [name for name in PLACES if name not in ("function", "nothing")]
+    start = ("reads", "scales").index(how) if how in ("reads", "scales") else None
+    return list(PLACES) if start is None or everything() else list(PLACES)[start::2]
+
+
 def all_trained(root: Path, how: str) -> list[list[Tensor] | str]:
     data = pyg_sar.load_partition(root)
-    return [trained(name, how, data) for name in PLACES]
+    return [trained(name, how, data) for name in places(how)]
 
 
-@pytest.mark.parametrize("how", ["mixes", "reads", "between"])
+@pytest.mark.parametrize("how", ["mixes", "reads", "scales", "between"])
 def test_a_switch_far_away(how: str, graph: Data, root: Path) -> None:
     """It is refused, or the numbers are right: attributes are put back for the backward pass."""
-    refused = {"mixes": "each worker's own edges", "between": "came out differently"}.get(how, "no")
+    refused = {"mixes": "each worker's own edges", "between": "differently|was written"}
     for every in workers(all_trained, 2, root, how):
-        assert how == "reads" or sum(isinstance(found, str) for found in every) > 30
-        for name, found in zip(PLACES, every, strict=True):
+        assert how in ("reads", "scales") or sum(isinstance(found, str) for found in every) > 30
+        for name, found in zip(places(how), every, strict=True):
             if isinstance(found, str):
-                assert refused in found, (name, found)
+                assert re.search(refused.get(how, "no"), found), (name, found)
                 continue
             for one, other in zip(found, trained(name, how, graph), strict=True):
                 assert isinstance(other, Tensor) and error(one, other) <= 1e-10, name
+
+
+@pytest.mark.parametrize("how", ["aggregates", "of a base class"])
+def test_a_switch_of_another_class(how: str, graph: Data, root: Path) -> None:
+    expected = trained("buffer", how, graph)
+    for found in workers(lambda: trained("buffer", how, pyg_sar.load_partition(root)), 2):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 # What another run finds changed ###############################################
@@ -450,7 +572,7 @@ TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 
 class Takes(Layer):
     def __init__(self, name: str) -> None:
-        super().__init__("deep", False)
+        super().__init__("deep", "reads")
         make, self.take = TAKEN[name]
         self.held = make()
 
@@ -493,7 +615,7 @@ REPLACED = {
 
 class Replaces(Layer):
     def __init__(self, name: str) -> None:
-        super().__init__("deep", False)
+        super().__init__("deep", "reads")
         self.made = MESSAGES[name]
 
     def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, ptr: Any, size_i: Any) -> Tensor:

@@ -244,7 +244,7 @@ def test_an_aggregate_over_all_messages_runs(tmp_path: Path):
     jobs = [(Program("own", ("return x_j",), OWN["joint"], "sum"), policies)]
     jobs.append((Program("own", ("return x_j, x_i",), pair, "sum"), policies))
     jobs += [(p, list(some(policies, str(p), 4))) for p in mixing]
-    wrong, outcomes = judge(tmp_path, 2, graph(), jobs)
+    wrong, outcomes = judge(tmp_path, 2, graph(), jobs, start=parts)
     assert not wrong, wrong
     assert not any(outcomes[0] + outcomes[1]), outcomes[:2]
     assert sum(not any(reasons) for reasons in outcomes) >= len(outcomes) / 2, outcomes
