@@ -206,10 +206,11 @@ def test_what_depends_on_other_edges_runs_on_the_whole_graph(world: int, tmp_pat
         policies = [every[0], every[1 + k % len(POLICIES)]]
         jobs.append((program, list(some(policies, f"{program} {world}", 2))))
     jobs = jobs if world > 1 else some(jobs, "one worker", 3)
-    wrong, outcomes = judge(tmp_path, world, graph(), jobs)
-    assert not wrong, wrong
-    for (program, _), reasons in zip(jobs, outcomes, strict=True):
-        assert not any(reasons), (program, reasons)
+    for half, start in ((jobs[::2], workers), (jobs[1::2], parts)):
+        wrong, outcomes = judge(tmp_path / start.__name__, world, graph(), half, start=start)
+        assert not wrong, wrong
+        for (program, _), reasons in zip(half, outcomes, strict=True):
+            assert not any(reasons), (program, reasons)
 
 
 def warned(root: Path, given: Sequence[Program]) -> list[tuple[str, str]]:
@@ -263,10 +264,11 @@ def test_sizes_that_are_numbers_and_updates_that_ask_for_edges(tmp_path: Path):
 
     An ``update`` may do at nodes what a message may.
     """
-    jobs = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
+    every = [(p, [SARPolicy(mode=3), *POLICIES[::3]]) for p in programs("sizes", SIZES)]
     for line in UPDATES:
         program = Program(f"update {line}", ("return x_j",), "", "sum")
-        jobs.append((program, [SARPolicy(), POLICIES[3]]))
+        every.append((program, [SARPolicy(), POLICIES[3]]))
+    jobs = [(program, list(some(policies, str(program), 2))) for program, policies in every]
     wrong, outcomes = judge(tmp_path, 3, graph(), jobs, start=parts)
     assert not wrong, wrong
     assert not any(map(any, outcomes)), outcomes
