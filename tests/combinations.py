@@ -110,7 +110,6 @@ LONG = {
 
 
 AS_PARTS = {
-    "test_contract",
     "test_contract_state",
     "test_contract_use",
     "test_convert",
