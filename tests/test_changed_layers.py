@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from combinations import everything, some
-from oracle import Partitions, make_graph, one_pass, parts, workers
+from oracle import Partitions, both, make_graph, one_pass, parts, whole, workers
 from test_exactness import LAYERS, WIDER, build
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -259,6 +259,84 @@ def test_a_layer_that_was_explained_runs_as_before(root: Path):
     expected = explained_and_trained(None, layer)
     for found in workers(explained_and_trained, 2, root, given):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def looked_at(layer: Any, data: Any) -> list[Tensor]:
+    """Calls that compare the workers' parameters, which must look at no weight."""
+    parametrize.register_parametrization(layer.lin_l, "weight", Counted())
+    with torch.no_grad():
+        return [layer(data.x, data.edge_index) for _ in range(3)]
+
+
+class Counted(nn.Module):
+    """A weight that each look at it makes larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("looks", torch.zeros(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.looks += 1
+        return weight * self.looks
+
+
+def keeping(layer: Any, data: Any) -> list[Tensor]:
+    """PyG's code goes on using what a layer has kept when ``cached`` is set to ``False``."""
+    found = [layer(data.x, data.edge_index)]
+    for cached in (False, True):
+        layer.cached = cached
+        found.append(layer(data.x, data.edge_index.flip(0)))
+    return found
+
+
+STATES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], list[Tensor]]]] = {
+    "a weight that counts": (lambda: gnn.SAGEConv(6, 5), looked_at),
+    "gcn, no longer cached": (lambda: gnn.GCNConv(6, 5, cached=True), keeping),
+    "appnp, no longer cached": (lambda: gnn.APPNP(2, 0.1, cached=True), keeping),
+}
+
+
+def states(root: Path | None) -> list[Any]:
+    data, found = GRAPH if root is None else pyg_sar.load_partition(root), []
+    for make, run in STATES.values():
+        layer: Any = build(make)
+        layer = layer if root is None else pyg_sar.distribute(layer)
+        found.append([whole(out.detach()) for out in run(layer, data)])
+    return found
+
+
+def test_what_a_layer_keeps_between_calls_is_that_of_one_process(root: Path):
+    expected = states(None)
+    for found in both(states, 2, root):
+        for name, result, right in zip(STATES, found, expected, strict=True):
+            torch.testing.assert_close(
+                result, right, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def derived(layer: Any) -> None:
+    kind: Any = type(layer)
+    twice = {"forward": lambda self, *given: 2 * kind.forward(self, *given)}
+    layer.__class__ = type("Derived", (kind,), twice)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "change", [derived, lambda layer: parametrize.register_parametrization(layer, "bias", Tanh())]
+)
+def test_a_class_that_a_layer_gets_later_is_refused(change: Change, world: int, root: Path):
+    """It lost what a user's class has, when the layer ran on tensors of the whole graph."""
+
+    def run() -> None:
+        data = GRAPH if world == 1 else pyg_sar.load_partition(root)
+        for make in (gnn.GATConv, gnn.ARMAConv):
+            layer: Any = pyg_sar.distribute(build(lambda make=make: make(6, 5)))
+            layer(data.x, data.edge_index)
+            change(layer)
+            with pytest.raises(DistributedIndexError, match=r"'.*Conv' got this class after dist"):
+                layer(data.x, data.edge_index)
+
+    parts(run, world)
 
 
 # Whole models in files #######################################################

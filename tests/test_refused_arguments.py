@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from oracle import both, parts
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_geometric.utils import unbatch
 
@@ -235,7 +236,15 @@ FITTING: dict[str, Callable[[Values], Any]] = {
     "index by int32": lambda v: v.x[INT.int()],
     "index by a mask": lambda v: v.x[v.y > 0],
     "split of all": lambda v: v.x.split([20, 0, 3]),
+    "sequences": lambda v: packed(v, (v.x[:, 0] > 0) + 1),
+    "sequences of plain lengths": lambda v: packed(v, torch.arange(N) % 2 + 1),
 }
+
+
+def packed(v: Values, lengths: Tensor) -> list[Tensor]:
+    """A sequence of one or two entries for each node; none of no entries is taken."""
+    given = v.z, lengths.cpu()
+    return list(pack_padded_sequence(*given, batch_first=True, enforce_sorted=False))
 
 
 def fits() -> list[str]:

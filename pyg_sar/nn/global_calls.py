@@ -493,6 +493,15 @@ def _refuse_local(module: Any, *given: Any) -> None:
         )
 
 
+def _refuse_derived(layer: Any) -> None:
+    """Raises ``DistributedIndexError`` on a layer whose class a user has derived from ours."""
+    if "replaced" not in vars(type(layer)):
+        raise DistributedIndexError(
+            f"{title_of(layer)} got this class after distribute(), as a parametrization of a "
+            "layer's own parameters gives it one: give it before distribute()"
+        )
+
+
 class GlobalCalls:
     """Goes before a class of layers that compute with this worker's rows.
 
@@ -501,6 +510,7 @@ class GlobalCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, MessagePassing):
+            _refuse_derived(self)
             args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
             if matrix:
                 return torch.nn.Module.__call__(self, *args, **kwargs)
@@ -591,6 +601,7 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_derived(self)
         args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
         if matrix:
             return torch.nn.Module.__call__(self, *args, **kwargs)

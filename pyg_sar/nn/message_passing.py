@@ -551,7 +551,9 @@ class DistMessagePassing(MessagePassing):
         for context, _ in outer:
             context.layer = self.ledger_name
         keeps = self.policy.refresh_every > 1
-        caches = self.__dict__.get("cached") is False and "_cached_edge_index" in self.__dict__
+        # What it kept before its user set cached=False it goes on using, as PyG's code does.
+        caches = self.__dict__.get("cached") is False
+        caches = caches and self.__dict__.get("_cached_edge_index", self) is None
         maps = known_base(own) is not None
         bound = partial(self._bound, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -171,8 +171,12 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
 
 def replicas(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Returns parameters and saved buffers, but for rows that workers own, with their names."""
-    saved = model.state_dict(keep_vars=True)
-    named = [(name, b) for name, b in model.named_buffers() if name in saved]
+    named = [  # state_dict() may compute: PyG's Linear gives a weight that a spectral norm changes.
+        (f"{title}.{name}" if title else name, buffer)
+        for title, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
     buffers = [(name, part) for name, b in named for part in dense_parts(b)]
     return [*shared_names(model), *buffers]
 

@@ -297,7 +297,7 @@ class NodeTensor(Tensor):
         kwargs = kwargs or {}
         given = node_tensors(args, kwargs)
         comm = given[0].rows.comm
-        fits = found is RULES["pointwise"] or name in _TAKE_ALL  # Or that rule refuses it.
+        fits = found in (RULES["pointwise"], by_gathering) or name in _TAKE_ALL  # Or these refuse.
         if not fits and found is not refused and found is not one_by_one:
             told(func, args, kwargs, comm)  # See [Note: told].
         if comm.world_size > 1:
