@@ -289,10 +289,28 @@ def keeping(layer: Any, data: Any) -> list[Tensor]:
     return found
 
 
+def keeping_of_all_nodes(layer: Any, data: Any) -> list[Tensor]:
+    """What a layer with a hook within it keeps is not made again, nor without the hook."""
+    hook = layer.register_message_forward_hook(lambda module, given, out: out * 2)
+    found = [layer(data.x, edges) for edges in (data.edge_index, data.edge_index.flip(0))]
+    hook.remove()
+    return [*found, layer(data.x, data.edge_index.flip(0))]
+
+
+def evaluated(layer: Any, data: Any) -> list[Tensor]:
+    """Evaluation takes what training has kept, as in PyG."""
+    found = [layer(data.x, data.edge_index)]
+    layer.eval()
+    return [*found, layer(data.x, data.edge_index.flip(0))]
+
+
 STATES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], list[Tensor]]]] = {
     "a weight that counts": (lambda: gnn.SAGEConv(6, 5), looked_at),
     "gcn, no longer cached": (lambda: gnn.GCNConv(6, 5, cached=True), keeping),
     "appnp, no longer cached": (lambda: gnn.APPNP(2, 0.1, cached=True), keeping),
+    "gcn, hooked": (lambda: gnn.GCNConv(6, 5, cached=True), keeping_of_all_nodes),
+    "sg, hooked": (lambda: gnn.SGConv(6, 5, cached=True), keeping_of_all_nodes),
+    "appnp, dropout": (lambda: gnn.APPNP(2, 0.1, dropout=0.3, cached=True), evaluated),
 }
 
 
@@ -301,10 +319,12 @@ def states(root: Path | None) -> list[Any]:
     for make, run in STATES.values():
         layer: Any = build(make)
         layer = layer if root is None else pyg_sar.distribute(layer)
+        torch.manual_seed(0)
         found.append([whole(out.detach()) for out in run(layer, data)])
     return found
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_what_a_layer_keeps_between_calls_is_that_of_one_process(root: Path):
     expected = states(None)
     for found in both(states, 2, root):

@@ -520,7 +520,7 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
             only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
-            if is_watched(self) or not only:
+            if is_watched(self) or not only or _keeps_all_nodes(self):
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -549,18 +549,28 @@ def _axis_in(tensor: Tensor, axis: int) -> int:
     return axis + tensor.dim() if axis < 0 else axis
 
 
-def _take_all_nodes(layer: Any) -> None:
-    """Lets a layer's ``forward`` compute with tensors of the whole graph from now on."""
+def _keeps_all_nodes(layer: Any) -> bool:
+    """Returns whether a layer keeps (``cached=True``) what it has made of the whole graph."""
+    return bool(node_tensors([vars(layer)[name] for name in vars(layer).keys() & _CACHES]))
+
+
+def _take_all_nodes(layer: Any) -> dict[str, Any]:
+    """Lets a layer's ``forward`` compute with tensors of the whole graph from now on.
+
+    Returns what it has kept of this worker's edges.
+    """
     layer.__class__ = global_class(type(layer).replaced, True)
-    for name in vars(layer).keys() & _CACHES:  # Of this worker's edges.
-        vars(layer)[name] = None
+    if _keeps_all_nodes(layer):
+        return {}
+    caches = {name: vars(layer)[name] for name in vars(layer).keys() & _CACHES}
+    vars(layer).update(dict.fromkeys(caches))
+    return {name: kept for name, kept in caches.items() if kept is not None}
 
 
 @contextmanager
 def _taking_all_nodes(layer: Any) -> Iterator[None]:
     """Lets a layer's ``forward`` compute with tensors of the whole graph meanwhile."""
-    own, caches = type(layer), {n: vars(layer)[n] for n in vars(layer).keys() & _CACHES}
-    _take_all_nodes(layer)
+    own, caches = type(layer), _take_all_nodes(layer)
     try:
         yield
     finally:
