@@ -18,6 +18,7 @@ from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, remove_self_loops
 
 import pyg_sar
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors import whole_matrix
 
 needs_sparse = pytest.mark.skipif(
@@ -150,3 +151,26 @@ def test_a_sparse_tensor_has_a_global_view(tmp_path: Path):
     found = pyg_sar.load_partition(tmp_path / "parts").adj_t
     assert type(found) is type(data.adj_t)
     assert torch.equal(whole_matrix(found).to_dense(), data.adj_t.to_dense())
+
+
+@pytest.mark.parametrize("written", ["edges", "weight", "plain"])
+def test_a_matrix_of_what_was_written_since_is_refused(written: str, tmp_path: Path):
+    """In torch it shares memory with what it was made of."""
+    data = make_graph()
+    pyg_sar.write_partitions(data, 2, tmp_path, "random")
+
+    def work() -> None:
+        mine, n = pyg_sar.load_partition(tmp_path), data.num_nodes
+        weight = torch.ones(data.num_edges) if written == "plain" else mine.edge_weight
+        weight = weight.to(mine.x.dtype)
+        matrix = torch.sparse_coo_tensor(mine.edge_index, weight, (n, n))
+        turned, twice = matrix.t(), 2 * matrix
+        matrix @ mine.x
+        (mine.edge_index if written == "edges" else weight)[..., :3] = 0
+        for one in (matrix, turned):
+            with pytest.raises(DistributedIndexError, match="that were written since: make it"):
+                one @ mine.x
+        assert written == "edges" or (twice @ mine.x).shape == mine.x.shape
+        torch.sparse_coo_tensor(mine.edge_index, weight, (n, n)) @ mine.x
+
+    workers(work, 2)

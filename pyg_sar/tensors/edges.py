@@ -102,6 +102,7 @@ class NodeMatrix(Tensor):
         made: Whether a model's code made it. Layers take such a matrix whole.
         coalesced: Whether entries of the same place count as one.
         kept: What is known of its places: plans of products, the transposed ones.
+        given: Tensors that it was made of, and how often each had been written.
     """
 
     places: NodeTensor
@@ -112,6 +113,7 @@ class NodeMatrix(Tensor):
     made: bool
     coalesced: bool
     kept: dict[Any, Any]
+    given: tuple[tuple[Tensor, int], ...]
 
     goes_first = True  # before node tensors, where an operator gets both
 
@@ -126,6 +128,7 @@ class NodeMatrix(Tensor):
         made: bool = False,
         coalesced: bool = True,
         kept: dict[Any, Any] | None = None,
+        given: tuple[tuple[Tensor, int], ...] = (),
     ) -> NodeMatrix:
         shape = (ends[0].total, ends[1].total)
         out: NodeMatrix = Tensor._make_wrapper_subclass(
@@ -133,6 +136,7 @@ class NodeMatrix(Tensor):
         )
         out.places, out.entries, out.ones, out.ends, out.form = places, entries, ones, ends, form
         out.made, out.coalesced, out.kept = made, coalesced, {} if kept is None else kept
+        out.given = given
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,10 +148,21 @@ class NodeMatrix(Tensor):
         given = {name: getattr(self, name) for name in names}
         if "places" not in parts:
             given["kept"] = self.kept
+        if "entries" not in parts:
+            given["given"] = self.given
         return NodeMatrix(**{**given, **parts})
+
+    def check(self) -> None:
+        """Raises ``DistributedIndexError`` where a write is not seen here, as it is in torch."""
+        if any(written(tensor) != times for tensor, times in self.given):
+            raise DistributedIndexError(
+                "A sparse matrix of the graph was made of edges or values that were written since: "
+                "make it again (torch.sparse_coo_tensor)"
+            )
 
     def whole(self) -> Tensor:
         """Returns all of it as a plain sparse tensor, differentiable. Collective."""
+        self.check()
         learns = self.entries.requires_grad and torch.is_grad_enabled()
         key = self.form, self.coalesced, id(self.entries), written(self.entries)
         kept, found, _ = self.kept.get("whole", (None, None, None))
@@ -169,6 +184,9 @@ class NodeMatrix(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        for matrix in args:
+            if isinstance(matrix, NodeMatrix):
+                matrix.check()
         found = _FUNCTIONS.get(func)
         out = NotImplemented if found is None else found(*args, **kwargs)
         if out is not NotImplemented:
@@ -232,9 +250,10 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     ends = [known_rows(places, total) for total in shape]
     if None in ends:
         return by_gathering(func, args, kwargs)
+    made_of = (places, written(places)), (entries, written(entries))
     entries = wrap(own(entries, places.rows, 0), places.rows, 0)
     both = cast(tuple[Rows, Rows], tuple(ends))
-    return NodeMatrix(places, entries, False, both, torch.sparse_coo, True, False)
+    return NodeMatrix(places, entries, False, both, torch.sparse_coo, True, False, given=made_of)
 
 
 def _of_plain(matrix: Tensor, rows: Rows) -> NodeMatrix:
