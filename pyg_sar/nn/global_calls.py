@@ -493,13 +493,12 @@ def _refuse_local(module: Any, *given: Any) -> None:
         )
 
 
-def _refuse_derived(layer: Any) -> None:
-    """Raises ``DistributedIndexError`` on a layer whose class a user has derived from ours."""
-    if "replaced" not in vars(type(layer)):
-        raise DistributedIndexError(
-            f"{title_of(layer)} got this class after distribute(), as a parametrization of a "
-            "layer's own parameters gives it one: give it before distribute()"
-        )
+def _derived(layer: Any) -> DistributedIndexError:
+    """Returns an error for a layer whose class a user has derived from that of this package."""
+    return DistributedIndexError(
+        f"{title_of(layer)} got this class after distribute(), as a parametrization of a layer's "
+        "own parameters gives it one: give it before distribute()"
+    )
 
 
 class GlobalCalls:
@@ -510,7 +509,8 @@ class GlobalCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, MessagePassing):
-            _refuse_derived(self)
+            if "replaced" not in vars(type(self)):
+                raise _derived(self)
             args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
             if matrix:
                 return torch.nn.Module.__call__(self, *args, **kwargs)
@@ -520,7 +520,8 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
             only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
-            if is_watched(self) or not only or _keeps_all_nodes(self):
+            keeps = not _CACHES.isdisjoint(vars(self)) and _keeps_all_nodes(self)
+            if is_watched(self) or not only or keeps:
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -611,7 +612,8 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_derived(self)
+        if "replaced" not in vars(type(self)):
+            raise _derived(self)
         args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
         if matrix:
             return torch.nn.Module.__call__(self, *args, **kwargs)
