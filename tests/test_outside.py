@@ -471,8 +471,8 @@ def root(graph: Data, partitions: Partitions) -> Path:
 
 def places(how: str) -> list[str]:
     """Every second one reads other rows, the others scale them; with ``--all`` each does both."""
-    if how == "between":  # What isn't noticed: a global that is given another value there.
-        return [name for name in PLACES if name not in ("function", "nothing")]
+    if how == "between":
+        return list(PLACES)
     start = ("reads", "scales").index(how) if how in ("reads", "scales") else None
     return list(PLACES) if start is None or everything() else list(PLACES)[start::2]
 

@@ -123,6 +123,7 @@ class Outside(NamedTuple):
         modules: The layer and those within it.
         places: Where values are, by their names; those of the layer's own modules as well.
         changes: Some of them may be others when the message runs again.
+        fixed: Places of code and of ``None``, which are rarely others then: :meth:`code` tells.
         unknown: It may read what can't be followed.
         takes: An iterator, or a generator of random numbers, which is another one after each run.
         largest: The largest number that code and places hold, up to a bound.
@@ -131,6 +132,7 @@ class Outside(NamedTuple):
     modules: list[nn.Module]
     places: list[tuple[Any, str]]
     changes: bool
+    fixed: list[tuple[Any, str]]
     unknown: bool
     takes: str
     largest: int
@@ -139,6 +141,15 @@ class Outside(NamedTuple):
         """Returns the values, as part of a key."""
         found = [place.get(name, _NOTHING) for place, name in self.places]
         return state_of(found, self.modules)
+
+    def code(self) -> list[Any]:
+        """Returns what is in the places of code and of ``None``."""
+        return [place.get(name, _NOTHING) for place, name in self.fixed]
+
+    def has_code(self, before: Sequence[Any]) -> bool:
+        """Returns whether what :meth:`code` gave before is there, or functions alike."""
+        now = self.code()
+        return len(now) == len(before) and all(map(_is_same_code, now, before))
 
     @contextmanager
     def kept(self) -> Iterator[list[str]]:
@@ -188,6 +199,7 @@ class _Walk:
     def __init__(self, layer: nn.Module, modules: list[nn.Module]) -> None:
         self.layer, self.modules = layer, modules
         self.places: dict[tuple[int, str], tuple[Any, str]] = {}
+        self.fixed: list[tuple[Any, str]] = []
         self.changes, self.unknown = bool(hooks_of(layer, "message", "edge_update")), False
         self.takes, self.largest, self.of_tensors = "", 0, _Of(Tensor)
         self.waiting: list[Any] = []
@@ -220,7 +232,8 @@ class _Walk:
         unknown = self.unknown or len(self.seen) >= _MOST
         changes = self.changes or unknown
         places = [*self.places.values()]
-        return Outside(self.modules, places, changes, unknown, self.takes, self.largest)
+        rest = self.fixed, unknown, self.takes, self.largest
+        return Outside(self.modules, places, changes, *rest)
 
     def _note(self, place: Any, name: str, watched: bool = True) -> None:
         """Notes a place, and if what is there may be another when the message runs again."""
@@ -229,8 +242,12 @@ class _Walk:
         self.places[id(place), name] = place, name
         value = place.get(name, _NOTHING)
         self.waiting.append(value)
-        held = id(place) in self.of_modules and is_kept(value) and not callable(value)
-        self.changes |= watched and not (held or value is None or _is_code(value))
+        if id(place) in self.of_modules and is_kept(value) and not callable(value):
+            return  # As it was, when the message runs again.
+        fixed = value is None or _is_code(value)
+        self.changes |= watched and not fixed
+        if fixed:
+            self.fixed.append((place, name))
 
     def _look_at(self, value: Any) -> None:
         kind = type(value)
@@ -547,6 +564,16 @@ def _same(left: Any, right: Any) -> bool:
     if isinstance(left, list):
         return len(left) == len(right) and all(map(_is_same, left, right))
     return bool(np.array_equal(left, right) if isinstance(left, np.ndarray) else left == right)
+
+
+def _is_same_code(left: Any, right: Any) -> bool:
+    """Returns whether functions have one code and hold the same: a line may make them anew."""
+    if left is right or not (type(left) is type(right) is FunctionType):
+        return left is right
+    held = [(f.__code__, f.__globals__, f.__defaults__, f.__kwdefaults__) for f in (left, right)]
+    cells = [[_Of(c).get("cell_contents") for c in f.__closure__ or ()] for f in (left, right)]
+    alike = len(cells[0]) == len(cells[1]) and all(map(_is_same, *cells))
+    return alike and all(a is b for a, b in zip(*held, strict=True))
 
 
 def _is_same(left: Any, right: Any) -> bool:

@@ -40,6 +40,7 @@ from pyg_sar.message.decompose import Decomposition, alike
 from pyg_sar.message.dependence import Dependence, Inject, token_for
 from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
+from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import STAND_INS, EdgeProgram, opens_without_edges
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
@@ -135,6 +136,7 @@ class Messages(Kernel):
         self.made: dict[tuple[int, int], list[Tensor]] = {}  # checksums of each tile's messages
         self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
+        self.code = outside_of(program.layer).code() if self.remakes else []
 
     def tensors(self) -> list[Tensor]:
         """The inputs."""
@@ -213,9 +215,16 @@ class Messages(Kernel):
         if before is None:
             return
         now = [checksums(present(root.messages)) for root in graph.roots]
-        if all(torch.equal(a, b) or alike(a, b) for a, b in zip(now, before, strict=True)):
-            return
-        raise DistributedIndexError(
+        if not all(torch.equal(a, b) or alike(a, b) for a, b in zip(now, before, strict=True)):
+            raise self._other_message()
+
+    def check_code(self) -> None:
+        """Raises where other functions stand where messages find theirs since the forward pass."""
+        if self.code and not outside_of(self.program.layer).has_code(self.code):
+            raise self._other_message()
+
+    def _other_message(self) -> DistributedIndexError:
+        return DistributedIndexError(
             f"the message of {self.title} came out differently when it was computed again for the "
             "backward pass: it is not deterministic, or reads what has changed since and is "
             "neither an argument nor an attribute of the layer (a global, a tensor in an object): "
@@ -403,6 +412,7 @@ class MessagesBackward(Pass):
             preserved_attributes(layer, buffers=True),
             detached_parameters(layer) as parameters,
         ):
+            kernel.check_code()
             self._parameters = parameters
             yield
 
