@@ -26,6 +26,7 @@ import torch
 from combinations import everything, in_turn
 from hosted_workers import host, not_of_parts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -504,3 +505,19 @@ def ended(fn: Callable[..., Any], *args: Any) -> int:
 def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
     """Runs ``fn`` on as many worker processes, then for as many parts that this process hosts."""
     return [*processes(fn, number, *args), *parts(fn, number, *args)]
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the numbers of elements of the results that operators make, and their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        own = lambda t: isinstance(t, Tensor) and not isinstance(t, NodeTensor)  # noqa: E731
+        known = {a.data_ptr() for a in args if own(a)}
+        if own(out) and out.data_ptr() not in known:
+            self.made.append((func._schema.name, out.numel()))
+        return out

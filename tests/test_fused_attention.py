@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from oracle import (
     OUT,
     Job,
     Partitions,
+    Sizes,
     Sweep,
+    alike,
     hosted,
     make_graph,
     parts,
@@ -25,6 +30,7 @@ from oracle import (
 )
 from torch import Tensor
 from torch_geometric import nn as gnn
+from torch_geometric.data import Data
 from torch_geometric.nn.models.attentive_fp import GATEConv
 
 import pyg_sar
@@ -423,3 +429,73 @@ def test_no_edges_at_all() -> None:
     out = model(data.x, data.edge_index[:, :0])
     assert torch.equal(out, plain(data.x, data.edge_index[:, :0]))
     F.mse_loss(out, torch.ones_like(out)).backward()
+
+
+# The bias ######################################################################
+
+BIASED: dict[str, Callable[..., Any]] = {
+    "GAT": lambda **how: gnn.GATConv(CHANNELS, OUT, heads=3, **how),
+    "GATv2": lambda **how: gnn.GATv2Conv(CHANNELS, OUT, heads=3, **how),
+}
+WAYS = {
+    "plain": lambda x, out: (out * out).sum(),
+    "changed in place": lambda x, out: out.relu_().square().sum(),
+    "second derivative": lambda x, out: (
+        torch.autograd.grad(out.square().sum(), x, create_graph=True)[0].square().sum() + out.sum()
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(50, 260)
+
+
+@pytest.mark.parametrize("start", [workers, parts])
+@pytest.mark.parametrize("name", BIASED)
+def test_the_bias_is_added_by_the_kernel(
+    name: str, start: Any, graph: Data, partitions: Partitions
+) -> None:
+    """Its backward pass reads the sum: exact, whatever becomes of that, in two steps."""
+
+    def use(data: Any, ready: Callable[[Any], Any]) -> list[Tensor]:
+        found = []
+        for way, how in product(WAYS.values(), ({}, {"dropout": 0.4}, {"concat": False})):
+            torch.manual_seed(0)
+            layer = BIASED[name](**how).double()
+            torch.nn.init.normal_(layer.bias)
+            layer, x = ready(layer), data.x.clone().requires_grad_()
+            for _ in range(2):
+                layer.zero_grad()
+                x.grad = None
+                out = layer(x, data.edge_index)
+                found.append(out.detach().clone())
+                way(x, out).backward()
+                found += [x.grad, *(p.grad.clone() for p in layer.parameters())]
+        return found
+
+    alike(use, graph, partitions(graph, 2, "random"), 2, start)
+
+
+def sums_made(root: Path, name: str) -> list[int]:
+    """Tensors like the output that are made as sums: in a first call, and after a change in place;
+    by another layer.
+    """
+    data, counts = pyg_sar.load_partition(root), []
+    layer = pyg_sar.distribute(BIASED[name]().double())
+    for one in (layer, layer, layer, pyg_sar.distribute(BIASED[name](residual=True).double())):
+        with Sizes() as sizes:
+            out = one(data.x, data.edge_index)
+        counts.append(sizes.made.count(("aten::add", out.to_local().numel())))
+        (out.relu_() if len(counts) == 2 else out).sum().backward()
+    return counts
+
+
+@pytest.mark.skipif(why_missing() is not None, reason="needs the C++ kernels")
+@pytest.mark.parametrize("name", BIASED)
+def test_an_output_with_its_bias_is_one_tensor(
+    name: str, graph: Data, partitions: Partitions
+) -> None:
+    """But for layers whose output is changed in place, which would be computed again each time."""
+    for found in workers(sums_made, 2, partitions(graph, 2, "random"), name):
+        assert found == [0, 0, 1, 2]

@@ -19,6 +19,7 @@ from oracle import (
     MODES,
     Job,
     Partitions,
+    Sizes,
     Sweep,
     apart,
     error,
@@ -31,7 +32,6 @@ from oracle import (
 from torch import Tensor
 from torch.nn import Linear, ReLU, Sequential
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
@@ -401,22 +401,6 @@ def test_what_is_left_alone(root: Path, graph: Data, partitions: Partitions) -> 
         if name not in ("sg, cached", "parametrized"):
             sweep.add(name, Job(make().double(), root, (), MODES[:1]), graph)
     sweep.check()
-
-
-class Sizes(TorchDispatchMode):
-    """Notes the numbers of elements of the results that operators make, and their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        own = lambda t: isinstance(t, Tensor) and not isinstance(t, NodeTensor)  # noqa: E731
-        known = {a.data_ptr() for a in args if own(a)}
-        if own(out) and out.data_ptr() not in known:
-            self.made.append((func._schema.name, out.numel()))
-        return out
 
 
 OWN_ROWS: dict[str, Callable[[], torch.nn.Module]] = {

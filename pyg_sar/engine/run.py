@@ -92,6 +92,7 @@ class Kernel(ABC):
         reads_output: The backward pass reads it; computed again where it was changed in place.
         needs_gradient: An input may want a gradient.
         unread: Inputs that no gradient depends on, which need not be saved.
+        was_changed: Called where the output that the backward pass reads was changed in place.
         derivatives: Of its gradients. ``second_derivative`` ends a message that there are none.
     """
 
@@ -103,6 +104,7 @@ class Kernel(ABC):
     needs_gradient = True
     unread = frozenset[int]()
     derivatives: Derivatives | None = None
+    was_changed: Callable[[], None] = staticmethod(lambda: None)
     second_derivative = "need SARPolicy(mode=3)"
 
     @abstractmethod
@@ -227,6 +229,7 @@ class _Run(torch.autograd.Function):
                 if kernel.reads_output:
                     out: Tensor = ctx.out
                     if out._version != ctx.version:
+                        kernel.was_changed()
                         anew = kernel.forward(kernel.inputs(saved), False)
                         go(kernel, anew, kernel.schedule.forward)
                         out = anew.finish()[0]

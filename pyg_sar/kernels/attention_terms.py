@@ -62,6 +62,7 @@ class Attention:
             ``[E, 1]``, and ``None`` is 1.
         edge_weight: ``[D, H]`` or ``[D, H, C]``, as keys are; goes with ``edge_attr``, but where
             that is a factor.
+        bias: ``[H, C]``, which a layer adds to the output: of kernels that go over edges.
         slope: Leaky ReLU's negative slope; 1: none.
         scale: Of inner products.
         drop_key: ``[E]``, int32 or int64 of which 32 bits count: what an edge is known by to the
@@ -78,6 +79,7 @@ class Attention:
     att: Tensor | None = None
     edge_attr: Tensor | None = None
     edge_weight: Tensor | None = None
+    bias: Tensor | None = None
     slope: float = 1.0
     scale: float = 1.0
     drop_key: Tensor | None = None
@@ -104,7 +106,7 @@ class Attention:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of floating point that are there, by name."""
-        names = ("value", "query", "key", "att", "edge_attr", "edge_weight")
+        names = ("value", "query", "key", "att", "edge_attr", "edge_weight", "bias")
         return {n: t for n in names if (t := getattr(self, n)) is not None}
 
     def check(self, segments: Segments) -> None:
@@ -235,8 +237,15 @@ class Cotangent:
     delta: Tensor
 
     @classmethod
-    def of(cls, grad_out: Tensor, out: Tensor, maximum: Tensor, normaliser: Tensor) -> Cotangent:
-        """From dL/dout and ``out``, both ``[N, H, C]`` and of any strides."""
+    def of(
+        cls,
+        grad_out: Tensor,
+        out: Tensor,
+        maximum: Tensor,
+        normaliser: Tensor,
+        bias: Tensor | None = None,
+    ) -> Cotangent:
+        """From dL/dout and ``out + bias``, both ``[N, H, C]`` and of any strides."""
         grad_out = grad_out.to(maximum.dtype).contiguous()
         delta = torch.empty_like(maximum)
         # Some rows at a time: a product of all would be one more tensor of their size.
@@ -244,7 +253,8 @@ class Cotangent:
         count = max(most // max(out.shape[1:].numel(), 1), 1)
         parts = (tensor.split(count) for tensor in (delta, grad_out, out))
         for found, gradient, values in zip(*parts, strict=True):
-            torch.sum(gradient * values.to(maximum.dtype), -1, out=found)
+            values = values.to(maximum.dtype)
+            torch.sum(gradient * (values if bias is None else values - bias), -1, out=found)
         return cls(grad_out, maximum, normaliser, delta)
 
     def check(self, attention: Attention) -> None:

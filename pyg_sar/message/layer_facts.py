@@ -183,6 +183,8 @@ class LayerFacts:
         outside: What its message may read beside its arguments
             (:class:`pyg_sar.message.outside.Outside`); ``None``: to be found out.
         asks: What its message does may depend on values of tensors.
+        bias: What is still to be added to the output of this call, ``[heads, channels]``.
+        bias_apart: It is added by PyG's code: what the layer gives is changed in place.
     """
 
     before_tiles: dict[str, Any] = field(default_factory=dict)
@@ -200,6 +202,8 @@ class LayerFacts:
     identity: object = field(default_factory=object)
     outside: Any = None
     asks: bool = False
+    bias: Any = None
+    bias_apart: bool = False
 
     def found(self, asks: bool) -> None:
         """Notes that the layer was looked at; of values that change at each call a few are kept."""

@@ -20,9 +20,10 @@ that the layer computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from torch_geometric.utils import scatter
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for
-from pyg_sar.message.layer_facts import is_plain_module, pristine
+from pyg_sar.message.layer_facts import facts_of, is_plain_module, pristine
 from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -77,7 +78,41 @@ def attention_of(
         return None
     first, *others = found.tensors().values()
     alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
-    return found if alike and made_for(first) else None
+    if not alike or not made_for(first):
+        return None
+    facts = facts_of(layer)
+    if isinstance(found, Attention) and getattr(facts.bias, "dtype", None) == first.dtype:
+        found, facts.bias = replace(found, bias=facts.bias), None
+    return found
+
+
+@contextmanager
+def adding_bias(layer: Any) -> Iterator[None]:
+    """Lets kernels add a layer's bias to their output, which their backward pass reads.
+
+    PyG's code would make another tensor of it, and both would be kept.
+    """
+    facts = facts_of(layer)
+    plain = layer.concat and getattr(layer, "res", None) is None and not facts.bias_apart
+    plain &= not layer.explain and pristine(layer, "propagate")
+    if not plain or not isinstance(layer._parameters.get("bias"), Tensor):
+        yield
+        return
+    propagate = layer.propagate
+
+    def added(*args: Any, **kwargs: Any) -> Tensor:
+        facts.bias = bias = layer._parameters["bias"].view(layer.heads, layer.out_channels)
+        out: Tensor = propagate(*args, **kwargs)
+        taken, facts.bias = facts.bias is None, None
+        return out if taken else out + bias
+
+    attributes = layer.__dict__
+    attributes["propagate"], attributes["bias"] = added, None
+    try:
+        yield
+    finally:
+        del attributes["propagate"], attributes["bias"]
+        facts.bias = None
 
 
 def as_read(
@@ -93,6 +128,13 @@ def as_read(
     most = partial(maximum, edge_index.plan.comm, [edge_index.size(1)], edge_index.device)
     there = edge_index.remember_together("most edges", most) != [0]
     return kwargs if there else kwargs | {"edge_attr": None}
+
+
+@cache
+def adds_bias(own: Any) -> bool:
+    """Says if layers of a class add a bias to what they aggregate, and do nothing before."""
+    kinds = (GATConv, GATv2Conv)
+    return any(issubclass(own, kind) and own.forward is kind.forward for kind in kinds)
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:

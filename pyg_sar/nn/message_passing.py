@@ -54,7 +54,14 @@ from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.row_modules import changes_of, update_asks_for_edges
 from pyg_sar.message.target_index import NeedsAllEdges
-from pyg_sar.nn.fused_layers import as_aggregated, as_read, attention_of, with_seed
+from pyg_sar.nn.fused_layers import (
+    adding_bias,
+    adds_bias,
+    as_aggregated,
+    as_read,
+    attention_of,
+    with_seed,
+)
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
 from pyg_sar.nn.message_draws import (
     computed,
@@ -473,6 +480,8 @@ class DistMessagePassing(MessagePassing):
         title = titled(type(self).__name__, self.ledger_name, edge_index.plan.rank)
         given = attention, edge_index, self.policy, self.ledger_name, title
         kernel, tensors = attention_kernel(*given)
+        if isinstance(attention, Attention) and attention.bias is not None:
+            kernel.was_changed = partial(setattr, facts_of(self), "bias_apart", True)
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         out = run(kernel, tensors, record)[0]
         if own is not None:
@@ -566,6 +575,7 @@ class DistMessagePassing(MessagePassing):
                 keeping_rows(self, edges) if keeps else nullcontext(),
                 kept_normalisation(self, edges[0], bound) if caches else nullcontext(),
                 transforming_first(self) if maps else nullcontext(),
+                adding_bias(self) if adds_bias(own) else nullcontext(),
                 JoinsOfNothing() if nothing else nullcontext(),
             ):
                 return super().__call__(*args, **kwargs)

@@ -145,7 +145,9 @@ class SoftmaxAttention(Kernel):
     def cotangent(
         self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor
     ) -> Cotangent:
-        return Cotangent.of(gradients[0], output, *saved[-2:])
+        maximum, normaliser = saved[-2:]
+        bias = saved[self.names.index("bias")] if "bias" in self.names else None
+        return Cotangent.of(gradients[0], output, maximum, normaliser, bias)
 
     def backward(
         self, cotangent: Cotangent, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
@@ -264,7 +266,9 @@ class AttentionForward(Pass):
         """The output, ``[num_targets, H, C]``."""
         if "state" not in self.__dict__:  # There were no edges.
             self.state = self._kernel.start(self._given)
-        return [self.state.finish().to(self.sources[0].dtype)]
+        out, bias = self.state.finish(), self._given.bias
+        out = out if bias is None else out.add_(bias)
+        return [out.to(self.sources[0].dtype)]
 
 
 class AttentionBackward(Pass):
@@ -305,7 +309,8 @@ class AttentionBackward(Pass):
     def answers(self) -> list[Tensor]:  # type: ignore[override]
         """Takes memory for all gradients, when rows are there; returns that of queries."""
         tensors, wide = self._given.tensors(), self._cotangent.grad_out.dtype
-        self._totals = {name: _zeros(tensors[name], wide) for name in self._wanted}
+        summed = [name for name in self._wanted if name != "bias"]
+        self._totals = {name: _zeros(tensors[name], wide) for name in summed}
         # Half precision is summed in float32 here, and travels as it is.
         self.returned = [
             self._totals[name] if tensors[name].dtype == wide else _zeros(tensors[name])
@@ -361,6 +366,8 @@ class AttentionBackward(Pass):
             if total is not self._totals[name]:
                 self._totals[name] += total
         totals, tensors = self._totals, self._given.tensors()
+        if "bias" in self._wanted:
+            totals["bias"] = self._cotangent.grad_out.sum(0)
         return [
             totals[name].to(tensors[name].dtype) if name in totals else None
             for name in self._kernel.names

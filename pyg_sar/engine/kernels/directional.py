@@ -300,6 +300,7 @@ def _of_attention(kernel: SoftmaxAttention) -> Outputs:
         terms = a.value, a.key, a.query, a.att, a.edge_attr, a.edge_weight
         rest = offsets, None, key, *fallback.split_seed(a.seed), a.p
         number = NUMBERS[a.kind]
-        return [fallback.attention(number, *terms, a.slope, a.scale, numbers, *rest)]
+        out = fallback.attention(number, *terms, a.slope, a.scale, numbers, *rest)
+        return [out if a.bias is None else out + a.bias]
 
     return outputs
