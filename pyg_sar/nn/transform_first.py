@@ -205,8 +205,8 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
         def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
             sources, host = next(turns), edge_index.plan.comm.host
             rows = sources.rows(x)
-            # See [Note: own rows of waiting parts].
-            if adds and sources.done and host is not None and host.store is not None:
+            # See [Note: own rows of waiting parts]: also without a store, for the same bits.
+            if adds and sources.done and host is not None:
                 targets = x[1] if isinstance(x, tuple) else x
                 if isinstance(targets, Tensor) and targets.layout == torch.strided:
                     taken[:] = targets, F.linear(targets, root.weight)

@@ -266,8 +266,9 @@ class AttentionForward(Pass):
         """The output, ``[num_targets, H, C]``."""
         if "state" not in self.__dict__:  # There were no edges.
             self.state = self._kernel.start(self._given)
-        out, bias = self.state.finish(), self._given.bias
-        out = out if bias is None else out.add_(bias)
+        out = self.state.finish()
+        if "bias" in self._kernel.names:
+            out += self._given.bias
         return [out.to(self.sources[0].dtype)]
 
 

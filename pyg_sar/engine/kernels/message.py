@@ -412,9 +412,9 @@ class MessagesBackward(Pass):
             preserved_attributes(layer, buffers=True),
             detached_parameters(layer) as parameters,
         ):
-            kernel.check_code()
             self._parameters = parameters
             yield
+            kernel.check_code()  # After the messages, whose own errors tell more.
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         totals = list(self._totals)
