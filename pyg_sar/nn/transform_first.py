@@ -159,18 +159,19 @@ class _Product:
 
     Attributes:
         linear: The map, without a bias.
-        taken: Rows whose product was taken before the sums, and this; or nothing.
+        taken: Of parts, the rows, and their product if it was taken before the sums; or nothing.
         rows: ``[N, F]``.
     """
 
     linear: Any
-    taken: list[Tensor]
+    taken: list[Any]
     rows: Tensor
 
     def __radd__(self, out: Tensor) -> Tensor:
         rows, weight = self.rows, self.linear.weight
-        if self.taken and self.taken[0] is rows:
-            return out.add_(self.taken[1])
+        if self.taken and self.taken[0] is rows:  # The same bits with a store and without.
+            product = self.taken[1]
+            return out.add_(F.linear(rows, weight) if product is None else product)
         # Autocast gives ``out`` another dtype.
         dense = rows.layout == torch.strided and rows.dim() == 2
         if dense and rows.dtype == out.dtype == weight.dtype:
@@ -198,18 +199,19 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
         ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
         root: Any = None if own is None else getattr(layer, own, None)
         adds = root not in linears and is_plain_module(root, *_LINEAR) and root.bias is None
-        taken: list[Tensor] = []
+        taken: list[Any] = []
         if adds:
             ahead.append((root, "forward", partial(_Product, root, taken)))
 
         def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
             sources, host = next(turns), edge_index.plan.comm.host
             rows = sources.rows(x)
-            # See [Note: own rows of waiting parts]: also without a store, for the same bits.
+            # See [Note: own rows of waiting parts].
             if adds and sources.done and host is not None:
                 targets = x[1] if isinstance(x, tuple) else x
                 if isinstance(targets, Tensor) and targets.layout == torch.strided:
-                    taken[:] = targets, F.linear(targets, root.weight)
+                    early = host.store is not None
+                    taken[:] = targets, F.linear(targets, root.weight) if early else None
             return propagate(edge_index, *args, x=rows, **kwargs)
 
         return [(layer, "propagate", mapped), *ahead]
