@@ -477,6 +477,35 @@ def test_the_bias_is_added_by_the_kernel(
     alike(use, graph, partitions(graph, 2, "random"), 2, start)
 
 
+class ReadsBias(gnn.GATConv):
+    """Its messages have the bias, too."""
+
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        x = x_j if self.bias is None else x_j + self.bias.view(self.heads, -1)
+        return alpha.unsqueeze(-1) * x
+
+
+class UpdatesByBias(gnn.GATConv):
+    """As is what it aggregates."""
+
+    def update(self, inputs: Tensor) -> Tensor:
+        return inputs if self.bias is None else inputs * self.bias.view(self.heads, -1)
+
+
+@pytest.mark.parametrize("own", [ReadsBias, UpdatesByBias])
+def test_layers_that_read_their_bias_find_it(own: Any, graph: Data, partitions: Partitions) -> None:
+    def use(data: Any, ready: Callable[[Any], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = own(CHANNELS, OUT, heads=3).double()
+        torch.nn.init.normal_(layer.bias)
+        layer = ready(layer)
+        out = layer(data.x, data.edge_index)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad for p in layer.parameters())]
+
+    alike(use, graph, partitions(graph, 2, "random"), 2)
+
+
 def sums_made(root: Path, name: str) -> list[int]:
     """Tensors like the output that are made as sums: in a first call, and after a change in place;
     by another layer.

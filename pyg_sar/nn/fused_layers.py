@@ -94,7 +94,7 @@ def adding_bias(layer: Any) -> Iterator[None]:
     """
     facts = facts_of(layer)
     plain = layer.concat and getattr(layer, "res", None) is None and not facts.bias_apart
-    plain &= not layer.explain and pristine(layer, "propagate")
+    plain &= not layer.explain and pristine(layer, "propagate", *_BEFORE_BIAS)
     if not plain or not isinstance(layer._parameters.get("bias"), Tensor):
         yield
         return
@@ -130,11 +130,15 @@ def as_read(
     return kwargs if there else kwargs | {"edge_attr": None}
 
 
+_BEFORE_BIAS = "forward", "message", "edge_update", "aggregate", "update"
+
+
 @cache
 def adds_bias(own: Any) -> bool:
-    """Says if layers of a class add a bias to what they aggregate, and do nothing before."""
-    kinds = (GATConv, GATv2Conv)
-    return any(issubclass(own, kind) and own.forward is kind.forward for kind in kinds)
+    """Says if layers of a class add a bias to what they aggregate, and read it nowhere else."""
+    kinds = [kind for kind in (GATConv, GATv2Conv) if issubclass(own, kind)]
+    alike = [getattr(own, name) is getattr(k, name) for k in kinds for name in _BEFORE_BIAS]
+    return bool(alike) and all(alike)
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:

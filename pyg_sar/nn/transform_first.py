@@ -170,9 +170,9 @@ class _Product:
     def __radd__(self, out: Tensor) -> Tensor:
         rows, weight = self.rows, self.linear.weight
         if self.taken and self.taken[0] is rows:  # The same bits with a store and without.
-            product = self.taken.pop()
+            early = self.taken.pop()
             self.taken.clear()
-            return out.add_(F.linear(rows, weight) if product is None else product)
+            return out.add_(F.linear(rows, weight) if early is None else early)
         # Autocast gives ``out`` another dtype.
         dense = rows.layout == torch.strided and rows.dim() == 2
         if dense and rows.dtype == out.dtype == weight.dtype:
