@@ -69,6 +69,7 @@ class Process:
     """The ranks that run the script in this process."""
 
     workers: dict[int, Worker] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
     first_thread: int = 0
     """The thread of rank 0, if it is here."""
     float64: bool = False
@@ -91,6 +92,12 @@ class Process:
         if not self.float64 or not isinstance(value, Data | HeteroData) or is_distributed(value):
             return value
         return copy.copy(value).apply(lambda t: t.double() if t.dtype == torch.float32 else t)
+
+    def tell(self, text: str) -> None:
+        """Writes a line on standard error, once."""
+        if text not in self.told and self.is_first():
+            self.told.add(text)
+            sys.stderr.write(f"pyg-sar: {text}\n")
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -169,11 +176,22 @@ class Process:
     # Models ------------------------------------------------------------------
 
     def _models(self, put: Function) -> None:
+        def left_out(name: str) -> Function:
+            def keep(
+                worker: Worker, real: Function, /, model: Any = None, *_: Any, **__: Any
+            ) -> Any:
+                self.tell(f"{name} is left out: layers on a distributed graph run as they are")
+                return (lambda found: found) if model is None else model
+
+            return self._on_workers(keep)
+
         put(Module, "__init__", self._on_workers(_note))
         put(Module, "__setstate__", self._on_workers(_note))
         put(Module, "__call__", self._on_workers(_call))
         put(GlobalCalls, "__call__", self._on_workers(_call_layer))
         put(Optimizer, "__init__", self._on_workers(_optimize))
+        put(torch, "compile", left_out("torch.compile"))
+        put(torch.jit, "script", left_out("torch.jit.script"))
 
     # Files -------------------------------------------------------------------
 
