@@ -274,6 +274,20 @@ for epoch in range(2):
 made = current().made_edges
 print(f"lists: {made and made.made}", file=sys.stderr)
 """,
+    "compiled": """
+data = Graphs()[0]
+class Scripted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = GCNConv(5, 8), SAGEConv(8, 3)
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
+for model in (torch.jit.script(Scripted()), torch.compile(Net(GCNConv, 5, 3), backend="eager")):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for epoch in range(2):
+        print(f"{train(model, data, optimizer):.14f}")
+    print(sorted(model.state_dict()))
+""",
     "transforms": """
 data = T.AddSelfLoops()(Graphs()[0])
 fill = T.FeaturePropagation(missing_mask=data.x > 0.5)
