@@ -436,6 +436,8 @@ def test_no_edges_at_all() -> None:
 BIASED: dict[str, Callable[..., Any]] = {
     "GAT": lambda **how: gnn.GATConv(CHANNELS, OUT, heads=3, **how),
     "GATv2": lambda **how: gnn.GATv2Conv(CHANNELS, OUT, heads=3, **how),
+    # Its dropped weights are no kernel's.
+    "GAT, many heads": lambda **how: gnn.GATConv(CHANNELS, OUT, heads=33, **how),
 }
 WAYS = {
     "plain": lambda x, out: (out * out).sum(),

@@ -78,7 +78,7 @@ def attention(kind: str) -> Compute:
         leaves = [t.detach().requires_grad_() for t in terms.tensors().values()]
         names = dict(zip(terms.tensors(), leaves, strict=True))
         given = {n: names.get(n, getattr(terms, n)) for n in Attention.__dataclass_fields__}
-        del given["places"]
+        del given["places"], given["bias"]
         ends = {"source": edges.source, "offsets": edges.offsets, "edges": edges.edges}
         out = functional.attention(**given, **ends)
         return out, *torch.autograd.grad(out.square().sum(), leaves)

@@ -80,9 +80,9 @@ def attention_of(
     alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
     if not alike or not made_for(first):
         return None
-    facts = facts_of(layer)
-    if isinstance(found, Attention) and getattr(facts.bias, "dtype", None) == first.dtype:
-        found, facts.bias = replace(found, bias=facts.bias), None
+    bias = facts_of(layer).bias
+    if isinstance(found, Attention) and bias is not None and bias.dtype == first.dtype:
+        found = replace(found, bias=bias)
     return found
 
 

@@ -481,7 +481,9 @@ class DistMessagePassing(MessagePassing):
         given = attention, edge_index, self.policy, self.ledger_name, title
         kernel, tensors = attention_kernel(*given)
         if isinstance(attention, Attention) and attention.bias is not None:
-            kernel.was_changed = partial(setattr, facts_of(self), "bias_apart", True)
+            facts = facts_of(self)
+            facts.bias = None  # The kernel adds it.
+            kernel.was_changed = partial(setattr, facts, "bias_apart", True)
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         out = run(kernel, tensors, record)[0]
         if own is not None:
