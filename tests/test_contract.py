@@ -667,7 +667,7 @@ class Fails(Nonlinear):
     """Fails where it, or its class, is armed: its own attributes are the forward pass's."""
 
     armed = False
-    rank: int | None = None
+    rank = -1
 
     def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
         if self.armed or pyg_sar.comm.current().rank == Fails.rank:
@@ -682,7 +682,7 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(
     """The launch's own timeout is 60 s: ending is by the error, not by it."""
 
     def worker() -> None:
-        rank, Fails.rank = pyg_sar.comm.current().rank, None
+        rank, Fails.rank = pyg_sar.comm.current().rank, -1
         data = pyg_sar.load_partition(root)
         net = pyg_sar.distribute(torch.nn.ModuleDict({"first": Fails().double()}), REMADE)
         layer: Any = net["first"]
