@@ -36,6 +36,7 @@ from torch_geometric.nn.models.attentive_fp import GATEConv
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.kernels.ops import why_missing
+from pyg_sar.nn.fused_layers import adds_bias
 
 Make = Callable[[], torch.nn.Module]
 POLICIES = (
@@ -496,6 +497,9 @@ class UpdatesByBias(gnn.GATConv):
 
 @pytest.mark.parametrize("own", [ReadsBias, UpdatesByBias])
 def test_layers_that_read_their_bias_find_it(own: Any, graph: Data, partitions: Partitions) -> None:
+    """No kernel may add it, whichever way such a layer takes."""
+    assert adds_bias(gnn.GATConv) and not adds_bias(own)
+
     def use(data: Any, ready: Callable[[Any], Any]) -> list[Tensor]:
         torch.manual_seed(0)
         layer = own(CHANNELS, OUT, heads=3).double()
