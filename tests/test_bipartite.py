@@ -22,7 +22,7 @@ from oracle import (
     workers,
 )
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
@@ -327,3 +327,21 @@ def test_hyperedges_are_nodes_of_a_type(tmp_path: Path) -> None:
     for found in both(_of_hypergraph, 3, tmp_path / "parts"):
         wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
         assert max(wrong) < 1e-10, wrong
+
+
+def of_no_hyperedges(data: Data) -> Tensor:
+    layer = pyg_sar.distribute(HypergraphConv(WIDE, OUT).double())
+    return whole(layer(data.x, data.edge_index)).detach()
+
+
+def _of_no_hyperedges(root: Path) -> Tensor:
+    return of_no_hyperedges(pyg_sar.load_partition(root))
+
+
+def test_a_hypergraph_without_hyperedges(tmp_path: Path) -> None:
+    """What PyG computes of its hyperedges has no rows, as its edges."""
+    x = torch.randn(SOURCES, WIDE, dtype=torch.float64)
+    data = Data(x, torch.empty(2, 0, dtype=torch.long))
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts")
+    for found in both(_of_no_hyperedges, 2, tmp_path / "parts"):
+        assert torch.equal(found, torch.zeros(SOURCES, OUT, dtype=torch.float64))

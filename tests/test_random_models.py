@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from coverage_case import Case, dressed
@@ -246,6 +247,7 @@ def typed_worker(root: Path, plain: HeteroData, seed: int, policy: SARPolicy) ->
     return typed_steps(pyg_sar.distribute(Typed(plain, seed).double(), policy), data)
 
 
+@pytest.mark.filterwarnings("ignore:There exist node types:UserWarning")
 @given(st.data())
 @settings(
     max_examples=6

@@ -217,7 +217,7 @@ class _Call:
                 axis = 0
             fits = [r for r in self.known if r.total == value.size(axis)]
             fits = [like] if like is not None and like in fits else fits
-            if len(fits) > 1:
+            if len(fits) > 1 and value.size(axis):
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
                     f"{list(value.shape)}, as many rows as there are nodes of two types, or nodes "
