@@ -54,7 +54,7 @@ test-hosted: $(STAMPS)/test ## Run the tests with hosted parts in place of worke
 	$(BIN)/pytest --hosted $(AT_ONCE) $(PYTEST_ARGS)
 
 test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand random messages
-	$(BIN)/pytest tests/test_random_models.py tests/test_random_messages.py --hypothesis-profile thousand $(PYTEST_ARGS)
+	$(BIN)/pytest tests/test_random_models.py tests/test_random_messages.py --hypothesis-profile thousand -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
 coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/what-runs.md
 	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/what-runs.md $(PYTEST_ARGS)

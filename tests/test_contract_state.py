@@ -374,7 +374,7 @@ def changed_before_backward(data: Data, ready: Callable[[Any], Any]) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("mode", [1, 3])
+@pytest.mark.parametrize("mode", [1, 2, 3])
 def test_rule_4_attributes_are_those_of_the_forward_pass(mode: int, graph: Data, root: Path):
     def worker() -> Any:
         ready = partial(pyg_sar.distribute, policy=SARPolicy(mode=mode))
@@ -398,6 +398,43 @@ def test_rule_4_what_is_not_copied_is_an_error_where_it_is_written(name: str, ro
             loss.backward()
 
     parts(worker, WORLD)
+
+
+class Factored(MessagePassing):
+    """Has a message whose gradient reads a buffer, and maybe its sources."""
+
+    def __init__(self, squared: bool) -> None:
+        super().__init__(aggr="sum")
+        self.squared = squared
+        self.register_buffer("factor", torch.full((CHANNELS,), 2.0))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return (x_j.square() if self.squared else x_j) * self.factor
+
+
+@pytest.mark.parametrize("mode, squared", [(1, False), (2, False), (2, True)])
+def test_rule_4_what_a_kept_graph_reads_is_an_error_where_it_is_written(
+    mode: int, squared: bool, graph: Data, root: Path
+) -> None:
+    """As in one process, where PyTorch says so."""
+
+    def error_of(data: Data, layer: Any) -> str:
+        out = layer(leaf(data), data.edge_index)
+        layer.factor.mul_(3.0)
+        with pytest.raises(RuntimeError) as raised:
+            node_losses(out).mean().backward()
+        return str(raised.value)
+
+    def worker() -> str:
+        layer = pyg_sar.distribute(Factored(squared).double(), SARPolicy(mode=mode))
+        return error_of(pyg_sar.load_partition(root), layer)
+
+    assert "modified by an inplace operation" in error_of(graph, Factored(squared).double())
+    for found in parts(worker, WORLD):
+        assert "message reads was changed in place" in found
 
 
 class Scaled(MessagePassing):

@@ -44,6 +44,7 @@ from pyg_sar.message.outside import outside_of
 from pyg_sar.message.program import STAND_INS, EdgeProgram, opens_without_edges
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
+from pyg_sar.space.distributed_index import version_of
 from pyg_sar.space.shard import Block, Tile, empty_tile
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
@@ -289,7 +290,7 @@ class MessagesForward(Pass):
             stack.enter_context(self._kernel.ambient.autocast())
             if self._keep:
                 # Others' hooks (checkpointing, offloading) are for graphs that they see.
-                stack.enter_context(saved_tensors_hooks(_own, _own))
+                stack.enter_context(saved_tensors_hooks(_kept, _as_kept))
                 self._parameters = stack.enter_context(detached_parameters(layer))
             yield
 
@@ -342,7 +343,7 @@ class MessagesForward(Pass):
             preserved_attributes(program.layer, buffers=True),
             ambient.autocast(),
             detached_parameters(program.layer) as parameters,
-            saved_tensors_hooks(_own, _own),  # Not those of a checkpoint, which would recompute.
+            saved_tensors_hooks(_kept, _as_kept),  # Not a checkpoint's, which would recompute.
             suppress(IndexError, RuntimeError, ValueError),  # Some messages fail without edges.
         ):
             rows = [source[:0] for source in self.sources]
@@ -547,9 +548,21 @@ def checksums(messages: Tensor) -> Tensor:
         return torch.nn.functional.pad(sums, (0, left)).view(-1, _TOGETHER) @ of_rows
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _kept(tensor: Tensor) -> tuple[Tensor, int]:
     """An alias of what a tile's graph saves, or an operator's output would own itself."""
-    return tensor.detach()
+    return tensor.detach(), version_of(tensor)
+
+
+def _as_kept(kept: tuple[Tensor, int]) -> Tensor:
+    """What a tile's graph has saved. PyTorch looks at versions only of what no hook has packed."""
+    tensor, version = kept
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that the message reads was changed in place "
+            "after the layer's call and before its backward pass: give the layer another tensor "
+            "(`layer.x = layer.x + 1`), as PyTorch asks for, too"
+        )
+    return tensor
 
 
 @torch.no_grad()
