@@ -329,19 +329,28 @@ def test_hyperedges_are_nodes_of_a_type(tmp_path: Path) -> None:
         assert max(wrong) < 1e-10, wrong
 
 
-def of_no_hyperedges(data: Data) -> Tensor:
-    layer = pyg_sar.distribute(HypergraphConv(WIDE, OUT).double())
-    return whole(layer(data.x, data.edge_index)).detach()
+def of_few_hyperedges(data: Data, distributed: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    layer = HypergraphConv(WIDE, OUT).double()
+    layer = pyg_sar.distribute(layer) if distributed else layer
+    x = data.x.clone().requires_grad_()
+    out = layer(x, data.edge_index)
+    out.sin().sum().backward()
+    return [whole(out).detach(), whole(x.grad)]
 
 
-def _of_no_hyperedges(root: Path) -> Tensor:
-    return of_no_hyperedges(pyg_sar.load_partition(root))
+def _of_few_hyperedges(root: Path) -> list[Tensor]:
+    return of_few_hyperedges(pyg_sar.load_partition(root), True)
 
 
-def test_a_hypergraph_without_hyperedges(tmp_path: Path) -> None:
-    """What PyG computes of its hyperedges has no rows, as its edges."""
+@pytest.mark.parametrize("members", [[], [4, 2, 7, 2], list(range(SOURCES))])
+def test_hyperedges_without_members_or_with_one(members: list[int], tmp_path: Path) -> None:
+    """As many as the edges, or as the nodes: which rows PyG's own numbers have, their use tells."""
     x = torch.randn(SOURCES, WIDE, dtype=torch.float64)
-    data = Data(x, torch.empty(2, 0, dtype=torch.long))
+    edges = torch.tensor([members, [*range(len(members))]], dtype=torch.long)
+    data = Data(x, edges)
     pyg_sar.write_partitions(data, 2, tmp_path / "parts")
-    for found in both(_of_no_hyperedges, 2, tmp_path / "parts"):
-        assert torch.equal(found, torch.zeros(SOURCES, OUT, dtype=torch.float64))
+    expected = of_few_hyperedges(data, False)
+    for found in both(_of_few_hyperedges, 2, tmp_path / "parts"):
+        wrong = [error(*pair) for pair in zip(found, expected, strict=True)]
+        assert max(wrong) < 1e-10, wrong

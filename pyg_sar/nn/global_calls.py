@@ -272,8 +272,9 @@ class _Call:
             if type(value) in (tuple, list) and len(value) == 2:
                 return type(value)(map(at, value, ends))
             if isinstance(value, NodeTensor) and self._fits_both(value):
-                return self._of_either_end(value, name, local)
-            return mapped(local, value)
+                return self._of_either_end(value, name, at)
+            read = [] if isinstance(value, NodeTensor) else self._ends_read(name)
+            return at(value, read[0] if len(read) == 1 else None)
 
         if self.one_type:
             args, kwargs = mapped(local, args), mapped(local, kwargs)
@@ -323,10 +324,17 @@ class _Call:
                 f"between two types of {value.rows.total} nodes (rank {self.comm.rank}): pass a "
                 "pair, (x_src, x_dst)"
             )
+        read = [local(value, rows) for rows in self._ends_read(name)]
+        return local(value, None) if not read else read[0] if len(read) == 1 else tuple(read)
+
+    def _ends_read(self, name: str) -> list[Rows]:
+        """Returns the ends of a relation by whose nodes an argument of ``propagate`` is read."""
+        own: Any = self.module
+        if not name or self.pair is None or not isinstance(own, GlobalPropagation):
+            return []
         asked = asked_by(own, *_EDGE_METHODS, "aggregate", "update")
-        ends = zip("ij" if own.flow == "target_to_source" else "ji", self.pair or (), strict=True)
-        read = [local(value, like=rows) for end, rows in ends if f"{name}_{end}" in asked]
-        return local(value) if not read else read[0] if len(read) == 1 else tuple(read)
+        ends = zip("ij" if own.flow == "target_to_source" else "ji", self.pair, strict=True)
+        return [rows for end, rows in ends if f"{name}_{end}" in asked]
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
