@@ -524,6 +524,7 @@ def without_gradients(layer: torch.nn.Module, root: Any, mode: Any) -> torch.Ten
         return whole(pyg_sar.distribute(copied(layer))(data.x, data.edge_index).clone())
 
 
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_order_dependent_aggregations_without_gradients(mode: Any, partitions: Partitions):
     """Each in a thread that has recorded nothing before."""
