@@ -15,15 +15,13 @@
 
 
 #include <atomic>
-#include <vector>
 
 namespace pyg_sar::attention {
 
 #ifdef PYG_SAR_LEVELS
 namespace {
 
-constexpr int64_t kTargets = 32;     // at a time
-constexpr int64_t kEdgesPerRow = 2;  // at least, on average
+constexpr int64_t kTargets = 32;  // at a time
 
 // Two numbers of a head, as pairs of rows of kHeads: numbers of heads are padded.
 template <int kHeads>
@@ -37,33 +35,29 @@ PYG_SAR_INLINE_512 void interleave(float* out, const float* a, const float* b, i
 template <int kHeads>
 struct Factors {
   const Terms<float>& t;
-  float highest[kHeads];  // key of each head
+  const NamedRows& rows;
 
-  // out[row] = exp(key), exp(slope * key); the highest keys; whether all are small
-  PYG_SAR_INLINE_512 bool of_keys(float* out, float* most, int64_t first, int64_t last) const {
+  // out[row] = exp(key), exp(slope * key); whether all are small
+  PYG_SAR_INLINE_512 bool of_keys(float* out, int64_t first, int64_t last) const {
     constexpr int64_t kSize = kTargets * kHeads;
-    float key[kSize] = {}, small[kSize], high[kSize];
-    std::fill_n(high, kSize, -kLargestKey);
+    float key[kSize] = {}, small[kSize];
     int large = 0;
     for (int64_t j = first; j < last; j += kTargets) {
       const int64_t n = std::min(kTargets, last - j);
       for (int64_t r = 0; r < n; ++r) {
-        for (int64_t h = 0; h < t.heads; ++h) key[r * kHeads + h] = t.key.row(j + r)[h];
+        for (int64_t h = 0; h < t.heads; ++h) key[r * kHeads + h] = t.key.row(rows[j + r])[h];
       }
 #pragma omp simd reduction(| : large)
       for (int64_t k = 0; k < n * kHeads; ++k) {
         const float x = key[k];
-        high[k] = x > high[k] ? x : high[k];
         large |= !(std::abs(x) <= kLargestKey);
         small[k] = exponential(t.slope * x);
         key[k] = exponential(x);
       }
-      interleave<kHeads>(out + j * 2 * kHeads, key, small, n);
+      for (int64_t r = 0; r < n; ++r) {
+        interleave<kHeads>(out + rows[j + r] * 2 * kHeads, key + r * kHeads, small + r * kHeads, 1);
+      }
       if (t.heads < kHeads) std::fill_n(key, kSize, 0.0f);
-    }
-    std::copy_n(high, kHeads, most);
-    for (int64_t k = kHeads; k < kSize; ++k) {
-      most[k % kHeads] = std::max(most[k % kHeads], high[k]);
     }
     return large == 0;
   }
@@ -76,19 +70,18 @@ struct Factors {
   PYG_SAR_512 __attribute__((noinline)) void of_targets(Of& out, const float* maximum, int64_t first,
                                                         int64_t n) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
-    float query[kTargets * kHeads] = {}, small[kTargets * kHeads], shift[kTargets * kHeads] = {};
+    float query[kTargets * kHeads] = {}, small[kTargets * kHeads];
     for (int64_t r = 0; r < n; ++r) {
       const int64_t i = t.target(first + r);
       const float* row = t.query.row(i);
       for (int64_t h = 0; h < t.heads; ++h) {
         query[r * kHeads + h] = row == nullptr ? 0.0f : row[h];
-        shift[r * kHeads + h] = highest[h];
         out.old[r * kHeads + h] = maximum[i * t.heads + h];
       }
     }
 #pragma omp simd
     for (int64_t k = 0; k < n * kHeads; ++k) {
-      const float bound = leaky(query[k] + shift[k], t.slope);
+      const float bound = leaky(query[k] + kLargestKey, t.slope);
       const float top = bound > kLowest ? bound : kLowest;  // a finite number for NaN
       const float old = out.old[k], now = old > top ? old : top;
       out.top[k] = now;
@@ -201,9 +194,8 @@ PYG_SAR_512 void on_chunk(const Pass& pass, int64_t chunk) {
 }
 
 template <int kHeads>
-PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, float* most, int64_t first,
-                         int64_t last) {
-  return factors.of_keys(out, most, first, last);
+PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, int64_t first, int64_t last) {
+  return factors.of_keys(out, first, last);
 }
 
 template <int kHeads, int kVectors, int kLanes = kFull>
@@ -229,20 +221,15 @@ void run_width(const Factors<kHeads>& factors, const float* pairs, const State& 
 
 template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
-  Factors<kHeads> factors{t, {}};
+  const NamedRows rows(t, num_rows);
+  const Factors<kHeads> factors{t, rows};
   const Tensor pairs = empty({num_rows, 2 * kHeads}, kFloat);
-  const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
-  std::vector<float> most(tasks * kHeads);
   std::atomic<bool> small{true};
   float* out = pairs.mutable_data_ptr<float>();
-  for_runs(num_rows, kRowsPerTask, [&](int64_t first, int64_t last) {
-    if (!on_keys(factors, out, &most[first / kRowsPerTask * kHeads], first, last)) small = false;
+  for_runs(rows.count, kRowsPerTask, [&](int64_t first, int64_t last) {
+    if (!on_keys(factors, out, first, last)) small = false;
   });
   if (!small) return false;
-  std::copy_n(most.begin(), kHeads, factors.highest);
-  for (size_t k = kHeads; k < most.size(); ++k) {
-    factors.highest[k % kHeads] = std::max(factors.highest[k % kHeads], most[k]);
-  }
   run_width(factors, out, state);
   return true;
 }
@@ -252,7 +239,7 @@ bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state) {
   const bool wide = t.width() >= kFull || t.width() == kFull / 2;
   const bool fits = t.heads <= kMostHeads && t.width() <= kMostVectors * kFull;
-  if (!wide || !fits || !is_factored(t) || t.num_edges < kEdgesPerRow * num_rows) return false;
+  if (!wide || !fits || !is_factored(t)) return false;
   if (t.heads > 4) return run_heads<8>(t, num_rows, state);
   if (t.heads > 2) return run_heads<4>(t, num_rows, state);
   return t.heads == 2 ? run_heads<2>(t, num_rows, state) : run_heads<1>(t, num_rows, state);

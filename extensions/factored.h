@@ -12,6 +12,24 @@ struct State {
   float *acc, *maximum, *normaliser;
 };
 
+// The rows that edges name, in order; all of them where edges are many.
+struct NamedRows {
+  std::vector<int32_t> numbers;
+  int64_t count;
+
+  NamedRows(const Terms<float>& t, int64_t num_rows) : count(num_rows) {
+    if (t.num_edges >= 4 * num_rows) return;
+    std::vector<uint8_t> named(num_rows);
+    for (int64_t e = 0; e < t.num_edges; ++e) named[t.source[e]] = 1;
+    numbers.reserve(num_rows);
+    for (int64_t i = 0; i < num_rows; ++i) {
+      if (named[i] != 0) numbers.push_back(static_cast<int32_t>(i));
+    }
+    count = static_cast<int64_t>(numbers.size());
+  }
+  PYG_SAR_INLINE int64_t operator[](int64_t k) const { return numbers.empty() ? k : numbers[k]; }
+};
+
 // What Forward<float, kAdditive> adds to the state, where the processor, the shapes and the numbers
 // are such that it is faster and as exact; else nothing is done. Returns whether it was done.
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state);

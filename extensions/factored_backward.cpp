@@ -99,11 +99,11 @@ bool make_sources(Heads& heads) {
 }
 
 template <int kHeads>
-void run_heads(const Heads& heads, int64_t all_heads, int64_t num_targets) {
+void run_heads(const Heads& heads, int64_t all_heads, const NamedRows& named, int64_t num_targets) {
   const Tensor of_targets = empty({num_targets, Factors<kHeads>::kOfTarget}, kFloat);
   float* targets = of_targets.mutable_data_ptr<float>();
-  for_runs(num_targets, kRowsPerTask, [&](int64_t first, int64_t last) {
-    on_targets(Factors<kHeads>{heads.t, heads.g}, targets, first, last);
+  for_runs(named.count, kRowsPerTask, [&](int64_t first, int64_t last) {
+    on_targets(Factors<kHeads>{heads.t, heads.g, &named}, targets, first, last);
   });
   run_width<kHeads>(heads, all_heads, targets);
 }
@@ -118,8 +118,9 @@ bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const Sour
     Heads& some = all.back();
     if (!with_version(some.t.heads, [&]<int kHeads>() { return make_sources<kHeads>(some); })) return false;
   }
+  const NamedRows named(t, num_targets);
   for (const Heads& some : all) {
-    with_version(some.t.heads, [&]<int kHeads>() { run_heads<kHeads>(some, t.heads, num_targets); });
+    with_version(some.t.heads, [&]<int kHeads>() { run_heads<kHeads>(some, t.heads, named, num_targets); });
   }
   return true;
 }

@@ -42,6 +42,7 @@ struct Factors {
   static constexpr int kSize = kRows * kHeads;
   const Terms<float>& t;
   const SourceGradients& g;
+  const NamedRows* targets = nullptr;
 
   static PYG_SAR_INLINE_512 void copy(float* to, const float* from) {
     std::memcpy(to, from, kHeads * sizeof(float));
@@ -58,21 +59,25 @@ struct Factors {
   PYG_SAR_INLINE_512 void of_targets(float* out, int64_t first, int64_t last) const {
     float top[kSize] = {}, normal[kSize], delta[kSize] = {}, query[kSize] = {};
     float large[kSize], small[kSize];
-    for (int64_t i = first; i < last; i += kRows) {
-      const int64_t n = std::min(kRows, last - i);
+    for (int64_t k = first; k < last; k += kRows) {
+      const int64_t n = std::min(kRows, last - k);
       for (int64_t r = 0; r < n; ++r) {
-        copy(top + r * kHeads, g.maximum.row(i + r));
-        copy(normal + r * kHeads, g.normaliser.row(i + r));
-        copy(delta + r * kHeads, g.delta.row(i + r));
-        if (t.query.data != nullptr) copy(query + r * kHeads, t.query.row(i + r));
+        const int64_t i = (*targets)[k + r];
+        copy(top + r * kHeads, g.maximum.row(i));
+        copy(normal + r * kHeads, g.normaliser.row(i));
+        copy(delta + r * kHeads, g.delta.row(i));
+        if (t.query.data != nullptr) copy(query + r * kHeads, t.query.row(i));
       }
 #pragma omp simd
-      for (int64_t k = 0; k < n * kHeads; ++k) {
-        const float inverse = 1 / normal[k];
-        large[k] = exponential(query[k] - top[k]) * inverse;
-        small[k] = exponential(t.slope * query[k] - top[k]) * inverse;
+      for (int64_t x = 0; x < n * kHeads; ++x) {
+        const float inverse = 1 / normal[x];
+        large[x] = exponential(query[x] - top[x]) * inverse;
+        small[x] = exponential(t.slope * query[x] - top[x]) * inverse;
       }
-      write(out + i * kOfTarget, n, large, small, delta, query);
+      for (int64_t r = 0; r < n; ++r) {
+        const int64_t at = r * kHeads;
+        write(out + (*targets)[k + r] * kOfTarget, 1, large + at, small + at, delta + at, query + at);
+      }
     }
   }
 

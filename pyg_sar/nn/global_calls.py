@@ -64,7 +64,7 @@ from pyg_sar.nn.global_inputs import (
 )
 from pyg_sar.nn.made_edges import of_size, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.norm import own_rows_only
+from pyg_sar.nn.norm import NORMS, own_rows_only
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -516,6 +516,10 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kind: Any = vars(type(self)).get("replaced")
+        if kind in NORMS and current().world_size > 1:  # It is a copy of one process's.
+            self.__class__ = global_class(named_as(NORMS[kind], kind))
+            return self(*args, **kwargs)
         if isinstance(self, MessagePassing):
             if "replaced" not in vars(type(self)):
                 raise _derived(self)
