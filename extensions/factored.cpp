@@ -222,6 +222,7 @@ void run_width(const Factors<kHeads>& factors, const float* pairs, const State& 
 template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
   const NamedRows rows(t, num_rows);
+  if (!rows.have_many(t.num_edges)) return false;
   const Factors<kHeads> factors{t, rows};
   const Tensor pairs = empty({num_rows, 2 * kHeads}, kFloat);
   std::atomic<bool> small{true};

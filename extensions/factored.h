@@ -12,13 +12,16 @@ struct State {
   float *acc, *maximum, *normaliser;
 };
 
-// The rows that edges name, in order; all of them where edges are many.
+// The rows that edges name, in order; where edges are many, all. Which rows lie beside them is chance, in a
+// table that other parts read, too, and must not change a bit.
 struct NamedRows {
+  static constexpr int64_t kMany = 2;  // for each row
+
   std::vector<int32_t> numbers;
   int64_t count;
 
   NamedRows(const Terms<float>& t, int64_t num_rows) : count(num_rows) {
-    if (t.num_edges >= 4 * num_rows) return;
+    if (t.num_edges >= kMany * num_rows) return;
     std::vector<uint8_t> named(num_rows);
     for (int64_t e = 0; e < t.num_edges; ++e) named[t.source[e]] = 1;
     numbers.reserve(num_rows);
@@ -27,6 +30,7 @@ struct NamedRows {
     }
     count = static_cast<int64_t>(numbers.size());
   }
+  bool have_many(int64_t num_edges) const { return num_edges >= kMany * count; }
   PYG_SAR_INLINE int64_t operator[](int64_t k) const { return numbers.empty() ? k : numbers[k]; }
 };
 
