@@ -115,9 +115,9 @@ class Step:
 
 def holds_edges(value: Any, depth: int = 2) -> bool:
     """Whether a value is edges, or a list, tuple or dict that has them this deep."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         value = [*value.values()]
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return depth > 0 and any(holds_edges(one, depth - 1) for one in value)
     if type(value) is NodeTensor:
         return value._edges[0] is not None

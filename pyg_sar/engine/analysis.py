@@ -153,10 +153,23 @@ def titled(kind: str, name: str, rank: int) -> str:
 
 
 class Chooser:
-    """Chooses the strategy of one call of ``propagate`` of a ``DistMessagePassing``."""
+    """Chooses the strategy of one call of ``propagate`` of a ``DistMessagePassing``.
 
-    def __init__(self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> None:
-        self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
+    Args:
+        layer: The layer.
+        edge_index: Distributed edges.
+        kwargs: Keyword arguments of ``propagate``, or of ``edge_updater``.
+        key: The call's ``call_key``.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        edge_index: DistEdgeIndex,
+        kwargs: dict[str, Any],
+        key: tuple[tuple[Any, ...], tuple[Any, ...]],
+    ) -> None:
+        self.layer, self.edge_index, self.kwargs, self.key = layer, edge_index, kwargs, key
         self.comm = edge_index.plan.comm
         self.title = title_of(layer)
         self.levels: tuple[dict[str, bool], dict[str, int]] = {}, {}
@@ -169,7 +182,7 @@ class Chooser:
             ValueError: When workers call the layer differently.
             DistributedIndexError: When no strategy is right.
         """
-        kind, switches = self.layer.call_key(self.kwargs)
+        kind, switches = self.key
         key = (strategy, reason, self.layer.policy, kind)
         facts = facts_of(self.layer)
         choices = facts.choices
@@ -268,7 +281,7 @@ class Chooser:
         """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone;
         returns the attributes that it leaves with a row per edge.
         """
-        kind, switches = self.layer.call_key(self.kwargs)
+        kind, switches = self.key
         key, facts, method = (self.layer.policy, kind), facts_of(self.layer), "edge_update"
         known = facts.edge_updates
         if (key, switches) in known:
@@ -351,7 +364,7 @@ class Chooser:
                 self.levels[0],
                 reductions.groups,
                 complete,
-                most_edges(self.layer, self.edge_index, complete),
+                most_edges(self.layer, self.edge_index) if complete else 0,
                 sizes,
             )
             reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
@@ -465,7 +478,7 @@ class Chooser:
 
     def _parts_of_call(self) -> list[str]:
         """Returns a line for each thing that a call's kind tells: see ``call_key``."""
-        training, grad, autocast, _, _, kinds = self.layer.call_key(self.kwargs)[0]
+        training, grad, autocast, _, _, kinds = self.key[0]
         lines = [
             f"{name}: requires_grad={p.requires_grad}" for name, p in self.layer.named_parameters()
         ]
@@ -495,9 +508,9 @@ def needs_sorted_edges(layer: Any) -> bool:
     return decompose(used) is None and type(used) not in _UNSORTED
 
 
-def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
+def most_edges(layer: Any, edge_index: DistEdgeIndex) -> int:
     """The most in-edges of a node on any worker, where the aggregation depends on it; else 0."""
-    if not complete or not pads(layer):
+    if not pads(layer):
         return 0
 
     def make() -> int:

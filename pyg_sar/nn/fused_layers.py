@@ -50,6 +50,7 @@ from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.layer_facts import facts_of, is_plain_module, pristine
 from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
+from pyg_sar.nn.propagation import charged
 from pyg_sar.space.index_space import DistEdgeIndex
 
 
@@ -68,12 +69,15 @@ def attention_of(
     Returns:
         The attention, with this worker's rows as keys and values; its output is ``[N, H, C]``.
     """
-    make = next((make for kind, make in _LAYERS.items() if _is_plainly(layer, kind)), None)
-    if make is None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    own: Any = type(layer)
+    kind = known_attention(own)
+    plain = kind is not None and _is_plainly(layer, kind)
+    if not plain or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return None
-    found: Attention | RelationalTerms | None = make(layer, kwargs)
+    found: Attention | RelationalTerms | None = _LAYERS[kind](layer, kwargs)
     if isinstance(found, Attention) and isinstance(layer, HGTConv):
-        found = _by_relation(found, edge_index, kwargs["edge_attr"])
+        with charged([edge_index], layer.ledger_name):
+            found = _by_relation(found, edge_index, kwargs["edge_attr"])
     if found is None:
         return None
     first, *others = found.tensors().values()
@@ -84,6 +88,12 @@ def attention_of(
     if isinstance(found, Attention) and bias is not None and bias.dtype == first.dtype:
         found = replace(found, bias=bias)
     return found
+
+
+@cache
+def known_attention(own: Any) -> Any:
+    """Returns the class of PyG's attention layers that a class is, or derives from, if any."""
+    return next((kind for kind in _LAYERS if issubclass(own, kind)), None)
 
 
 @contextmanager
@@ -150,8 +160,7 @@ def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
     """Says if a layer's messages are those of ``kind`` and no hook watches them."""
     methods = ("message", "edge_update", "aggregate", *_METHODS.get(kind, ()))
     return (
-        isinstance(layer, kind)
-        and pristine(layer, *methods, of=kind)
+        pristine(layer, *methods, of=kind)
         and is_plain_module(layer.aggr_module, SumAggregation)
         and layer.__dict__.get("_edge_type") is None
     )

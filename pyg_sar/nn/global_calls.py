@@ -35,7 +35,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
-from pyg_sar.engine.analysis import title_of
+from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.message.layer_facts import (
     asked_by,
@@ -684,14 +684,11 @@ class GlobalPropagation(DistMessagePassing):
             out = self.update(out, **self.inspector.collect_param_data("update", found))
         return cast(Tensor, out)
 
-    def _propagate_parts(self, edge_index: Any, kwargs: Any, choice: Any) -> Tensor:
-        self._refuse_sets(choice)
-        return super()._propagate_parts(edge_index, kwargs, choice)
-
-    def _refuse_sets(self, choice: Any) -> None:
+    def _check_choice(self, choice: Choice) -> None:
         """Raises where an attribute is wanted that ``message`` sets, of a worker's edges.
 
-        By ``update``, which names it, or by whoever asks for one shot.
+        By ``update``, which names it, or by whoever asks for one shot. Also where one worker has
+        all edges, but in an order of its own.
         """
         keeps = () if choice.rows is None else choice.rows.agreed.keeps
         names, kind = {*choice.sets, *keeps}, cast(Any, type(self))
@@ -705,16 +702,12 @@ class GlobalPropagation(DistMessagePassing):
             )
             error.mixes_edges = True
             raise error
-
-    def _propagate_whole(self, edge_index: Any, size: Any, kwargs: Any, choice: Any) -> Tensor:
-        self._refuse_sets(choice)
         refused = "" if choice.rows is None else choice.rows.agreed.refused
-        if refused:  # One worker has all edges, but in an order of its own.
+        if refused and choice.needs is None:
             title = f"{title_of(self)} can't be computed in the order that edges have here"
             error = DistributedIndexError(f"{title}: {refused}")
             error.mixes_edges = True
             raise error
-        return super()._propagate_whole(edge_index, size, kwargs, choice)
 
     def _on_whole_graph(
         self, edge_index: Any, kwargs: dict[str, Any], why: DistributedIndexError | None = None

@@ -24,17 +24,13 @@ _MOST_HEADS = 32  # bits of a word
 
 @contextmanager
 def drawing(
-    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
-) -> Iterator[EdgeDraws | None]:
-    """Lets the layer's message draw meanwhile as ``SARPolicy(random=...)`` says.
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], key: tuple[Any, ...]
+) -> Iterator[EdgeDraws]:
+    """Lets the layer's message, which may draw, do so meanwhile as ``SARPolicy(random=...)`` says.
 
-    All workers come here together. Gives what draws; ``None``: each worker for itself.
+    All workers come here together. ``key`` is the call's ``call_key``. Gives what draws.
     """
-    strength = layer.policy.random
-    if strength is None:
-        yield None
-        return
-    silent, key = facts_of(layer).silent, layer.call_key(kwargs)
+    silent, strength = facts_of(layer).silent, layer.policy.random
     draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in silent)
     yield draws
     draws.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from inspect import Parameter
@@ -60,6 +60,7 @@ from pyg_sar.nn.fused_layers import (
     as_aggregated,
     as_read,
     attention_of,
+    known_attention,
     with_seed,
 )
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
@@ -223,14 +224,15 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
-        steady, facts = self._steady_key(edge_index, size, kwargs), self.__dict__.get("_facts")
-        choice = None if steady is None or facts is None else facts.steady.get(steady)
+        facts, key = facts_of(self), self.call_key(kwargs)
+        steady = self._steady_key(edge_index, size, kwargs, key)
+        choice = None if steady is None else facts.steady.get(steady)
         if choice is not None:
             call = choice.sums_call
             found = None if call is None else call.run(self, edge_index, kwargs)
             if found is not None:
                 return found[0][0]
-            return self._propagate_parts(edge_index, kwargs, choice)
+            return self._propagate_parts(edge_index, kwargs, choice, key)
         if is_explained(self):
             raise DistributedIndexError(
                 f"{title_of(self)} at rank {edge_index.plan.rank} is explained, or has hooks of "
@@ -239,36 +241,42 @@ class DistMessagePassing(MessagePassing):
         edge_index = with_room(self, edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)
+            key = self.call_key(kwargs)
         size = known_size(edge_index, size, self)
         check_pairs(edge_index, kwargs, self)
         with charged([] if edge_index.plan.context.layer else [edge_index], self.ledger_name):
             strategy, reason = self._strategy()
-            choice = Chooser(self, edge_index, kwargs).choice(strategy, reason)
+            choice = Chooser(self, edge_index, kwargs, key).choice(strategy, reason)
+            keeps = () if choice.rows is None else choice.rows.agreed.keeps
             if choice.needs is None:
                 must_be_fused(self)
-                keeps = () if choice.rows is None else choice.rows.agreed.keeps
-                facts = facts_of(self)
                 before, facts.edge_sets = attributes_of(self, keeps) | facts.edge_sets, {}
-                out = self._propagate_whole(edge_index, size, kwargs, choice)
+                self._check_choice(choice)
+                out = self._propagate_whole(edge_index, size, kwargs, choice, key)
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
                     put_tile_values(self, before, title_of(self))
                 return out
+            self._check_choice(choice)
             if steady is not None and not choice.sizes:
                 call = None if choice.sets else only_sums(self, edge_index, kwargs, choice)
-                facts_of(self).steady[steady] = replace(choice, sums_call=call)
-            return self._propagate_parts(edge_index, kwargs, choice)
+                facts.steady[steady] = replace(choice, sums_call=call)
+            return self._propagate_parts(edge_index, kwargs, choice, key)
+
+    def _check_choice(self, choice: Choice) -> None:
+        """Raises where tensors of the whole graph are asked for what a choice can't give."""
 
     def _steady_key(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], key: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
+        """Returns all that decides how a plain call runs; ``None`` where it is not plain.
+
+        ``key`` is its :meth:`call_key`.
+        """
         plan = edge_index.plan
         leaving = edge_index.dist_row != (0 if self.flow == "source_to_target" else 1)
         if plan.open_ended or leaving or size is not None:
             return None
-        if self._one_shot_call or self.explain or not plan.context.layer:
-            return None
-        if any(map(self.__dict__.get, WITHIN)):
+        if self._one_shot_call or self.explain or any(map(self.__dict__.get, WITHIN)):
             return None
         pairs = [v for v in kwargs.values() if isinstance(v, tuple | list) and v]
         nodes = plan.num_local if edge_index.targets is None else edge_index.targets
@@ -279,8 +287,8 @@ class DistMessagePassing(MessagePassing):
         tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
         tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
         own, devices = type(self), sorted({v.device.type for v in tensors})
-        local = self.node_dim, plan.rank, own.message, own.update, *devices
-        return self.policy, local, *self.call_key(kwargs)
+        local = self.node_dim, plan.rank, own.message, own.aggregate, own.update, *devices
+        return self.policy, local, *key
 
     def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns a call's kind, alike on all workers, and what may change its message besides.
@@ -352,11 +360,12 @@ class DistMessagePassing(MessagePassing):
 
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
         """Returns the edge features of all edges at once."""
-        keeps = Chooser(self, edge_index, kwargs).check_edge_update()
+        key = self.call_key(kwargs)
+        keeps = Chooser(self, edge_index, kwargs, key).check_edge_update()
         facts_of(self).edge_sets = attributes_of(self, keeps)
         padding = stand_ins(edge_index)
         with (
-            self._drawing(edge_index, kwargs) as draws,
+            drawing(self, edge_index, kwargs, key) if self.may_draw() else nullcontext() as draws,
             on_stand_ins(self, "edge_update", keeps) if padding else nullcontext(),
             of_all_edges(draws, edge_index, None, padding),
         ):
@@ -367,10 +376,6 @@ class DistMessagePassing(MessagePassing):
     def may_draw(self) -> bool:
         """Returns whether a message may draw random numbers as the policy's ``random`` says."""
         return self.policy.random is not None and not draws_nothing(self)
-
-    def _drawing(self, edges: DistEdgeIndex, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Draws for a message meanwhile as the policy says, where it may draw."""
-        return drawing(self, edges, kwargs) if self.may_draw() else nullcontext()
 
     def _source_row(self) -> int:
         """Returns the row of ``edge_index`` that messages come from."""
@@ -395,7 +400,12 @@ class DistMessagePassing(MessagePassing):
     # Running #################################################################
 
     def _propagate_whole(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
+        self,
+        edge_index: DistEdgeIndex,
+        size: Any,
+        kwargs: dict[str, Any],
+        choice: Choice,
+        key: tuple[Any, ...],
     ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
@@ -404,15 +414,15 @@ class DistMessagePassing(MessagePassing):
         plan, edges, columns, padded = edge_index.plan, edge_index, None, 0
         levels = {} if choice.rows is None else choice.rows.edges
         if edge_index.dist_row == self._source_row():
-            padded = most_edges(self, edge_index, True)
+            padded = most_edges(self, edge_index)
             found = sorted_edges(edge_index) if needs_sorted_edges(self) else None
             if found is not None:
                 edges, columns = found
                 names = {name.rpartition(".")[2] for name, level in levels.items() if level}
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
-        with (
-            self._drawing(edge_index, kwargs) as draws,  # before methods are others' for a while
+        with (  # Draws come before methods are others' for a while.
+            drawing(self, edge_index, kwargs, key) if self.may_draw() else nullcontext() as draws,
             whole_scope(self, edge_index, choice) as padding,
             first_target_filled(self),
             padded_to(self, padded),
@@ -425,21 +435,27 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edges, size=size, **kwargs)
 
     def _propagate_parts(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+        self,
+        edge_index: DistEdgeIndex,
+        kwargs: dict[str, Any],
+        choice: Choice,
+        key: tuple[Any, ...],
     ) -> Tensor:
         out: Any = None
         own: Attention | None = None
         if choice.needs is not None and choice.needs.attention is not None:
             own = own_attention(self, edge_index, kwargs, choice)
-        with self._drawing(edge_index, kwargs) as draws:
+        draws = drawing(self, edge_index, kwargs, key) if self.may_draw() else nullcontext()
+        with draws as drawn:
             call = None if choice.sums is None else sums_call(self, edge_index, kwargs, choice)
             found = None if call is None else call.run(self, edge_index, kwargs)
-            if found is None:
-                out = self._attended(edge_index, kwargs, choice, draws, own)
+            own_kind: Any = type(self)
+            if found is None and (own is not None or known_attention(own_kind) is not None):
+                out = self._attended(edge_index, kwargs, choice, drawn, own)
             if found is None and out is None:
-                found = self._aggregated(edge_index, kwargs, choice, draws)
+                found = self._aggregated(edge_index, kwargs, choice, drawn)
         if found is not None:
-            out = self._finished(edge_index, choice, *found)
+            out = self._finished(choice, *found)
         if choice.sets:
             put_tile_values(self, attributes_of(self, choice.sets), title_of(self))
         if pristine(self, "update", of=MessagePassing):
@@ -447,9 +463,7 @@ class DistMessagePassing(MessagePassing):
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         return self.update(out, **self.inspector.collect_param_data("update", data))
 
-    def _finished(
-        self, edge_index: DistEdgeIndex, choice: Choice, results: list[Tensor], in_degree: Tensor
-    ) -> Tensor:
+    def _finished(self, choice: Choice, results: list[Tensor], in_degree: Tensor) -> Tensor:
         """Returns the aggregate of reductions."""
         if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
             return results[0]
@@ -501,7 +515,7 @@ class DistMessagePassing(MessagePassing):
         must_be_fused(self)
         complete = choice.strategy == "chunked"
         reductions = decomposition_of(self, complete)
-        most = most_edges(self, edge_index, complete)
+        most = most_edges(self, edge_index) if complete else 0
         given = self, edge_index, kwargs, choice.edge_level, reductions.groups, complete, most
         program = TileProgram(*given, choice.sizes)
         rest = edge_index, choice, reductions, self.policy, self.ledger_name
