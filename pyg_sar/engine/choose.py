@@ -60,8 +60,8 @@ def attention_kernel(
     """
     tensors = attention.tensors()
     plan, edge_attr = edge_index.plan, tensors.get("edge_attr")
-    if edge_attr is not None:
-        _check_edges(edge_attr, edge_index, title)
+    if edge_attr is not None and edge_attr.size(0) != edge_index.num_edges:
+        raise _other_edges(edge_attr, edge_index, title)
     relational = isinstance(attention, RelationalTerms)  # queries by relation, then by node
     for role in ("value", "x", "key") if relational else ("value", "x", "key", "query"):
         count = edge_index.num_targets if role == "query" else plan.num_local
@@ -117,13 +117,15 @@ def message_kernel(
     if needs is None:
         raise RuntimeError("Expected a choice for running in parts")
     for number in program.numbers("edge"):
-        _check_edges(program.operands[number].tensor, edge_index, title_of(program.layer))
+        tensor = program.operands[number].tensor
+        if tensor.size(0) != edge_index.num_edges:
+            raise _other_edges(tensor, edge_index, title_of(program.layer))
     if choice.strategy == "chunked":
         key = ("chunks", most)
         chunks = edge_index.remember_together(key, lambda: Chunks(edge_index, most))
         schedule = by_chunks(chunks)
     else:
-        schedule = by_shards(shards_of(edge_index))
+        schedule = edge_index.remember("by shards", lambda: by_shards(shards_of(edge_index)))
     rest = schedule, policy, name, most, choice.out_rows, draws
     kernel = Messages(program, decomposition, needs, *rest)
     kernel.derivatives = Streamed(edge_index, policy)
@@ -198,21 +200,20 @@ def _check_sums(
     it."""
     plan, source = edge_index.plan, "" if choice.sums is None else choice.sums.source
     check_nodes(rows, layer.node_dim, plan.num_local, source, plan.rank)
-    if weight is not None:
-        _check_edges(weight, edge_index, title)
+    if weight is not None and weight.size(0) != edge_index.num_edges:
+        raise _other_edges(weight, edge_index, title)
     if own and choice.needs is not None:
         groups = decomposition_of(layer, False).groups
         given = layer, edge_index, kwargs, choice.edge_level, groups
         _check_formula(TileProgram(*given, sizes=choice.sizes), edge_index, choice.needs, title)
 
 
-def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
-    if tensor.size(0) != edge_index.size(1):
-        raise ValueError(
-            f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')} for "
-            f"{counted(edge_index.size(1), 'edges')} at rank {edge_index.plan.rank}: pass "
-            "a tensor of the graph's edges, with a row for each of them"
-        )
+def _other_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> ValueError:
+    return ValueError(
+        f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')} for "
+        f"{counted(edge_index.num_edges, 'edges')} at rank {edge_index.plan.rank}: pass "
+        "a tensor of the graph's edges, with a row for each of them"
+    )
 
 
 def own_attention(

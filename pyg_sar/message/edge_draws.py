@@ -121,9 +121,10 @@ class EdgeDraws:
     def __init__(
         self, edge_index: DistEdgeIndex, strength: Strength, title: str, silent: bool = False
     ) -> None:
-        self._comm, self._device = edge_index.plan.comm, edge_index.device
+        self._comm, self._count = edge_index.plan.comm, edge_index.num_edges
+        with torch._C.DisableTorchFunctionSubclass():
+            self._device = edge_index.device
         self._draws, self._title, self._silent = Draws(strength), title, silent
-        self._count = edge_index.size(1)
         self._numbers: EdgeNumbers | None = None
         if not silent:
             self._numbers = edge_numbers(edge_index, places=strength == "same")

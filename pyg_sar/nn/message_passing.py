@@ -581,8 +581,6 @@ class DistMessagePassing(MessagePassing):
         caches = caches and self.__dict__.get("_cached_edge_index", self) is None
         maps = known_base(own) is not None
         bound = partial(self._bound, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            nothing = edges[0].size(1) == 0
         try:
             facts = self.__dict__.get("_facts")
             if facts is not None and facts.before_tiles:
@@ -592,7 +590,7 @@ class DistMessagePassing(MessagePassing):
                 kept_normalisation(self, edges[0], bound) if caches else nullcontext(),
                 transforming_first(self) if maps else nullcontext(),
                 adding_bias(self) if adds_bias(own) else nullcontext(),
-                JoinsOfNothing() if nothing else nullcontext(),
+                nullcontext() if edges[0].num_edges else JoinsOfNothing(),
             ):
                 return super().__call__(*args, **kwargs)
         except Exception as error:

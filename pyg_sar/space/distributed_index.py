@@ -170,11 +170,6 @@ class InSpace(Tensor):
         """True where sources and targets are nodes of two types, each numbered on its own."""
         return self.targets is not None
 
-    @property
-    def num_targets(self) -> int:
-        """This worker's nodes of the targets' type; ``plan.num_local`` counts the sources'."""
-        return self.plan.num_local if self.targets is None else self.targets
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -271,10 +266,15 @@ class DistEdgeIndex(InSpace):
         targets: Between nodes of two types: this worker's nodes of the targets' type.
 
     Attributes:
+        num_edges: E.
+        num_targets: This worker's nodes of the targets' type; ``plan.num_local`` counts the
+            sources'.
         origin: What it is a copy of.
     """
 
     dist_row: int
+    num_edges: int
+    num_targets: int
     origin: DistEdgeIndex | None = None
 
     def ends(self) -> tuple[Tensor, Tensor]:
@@ -324,6 +324,8 @@ def dist_edge_index(
         )
     out = edge_index.as_subclass(DistEdgeIndex)
     out.plan, out.targets, out.dist_row = plan, targets, dist_row
+    out.num_edges = edge_index.size(1)
+    out.num_targets = plan.num_local if targets is None else targets
     out.memory, out.by_content = OrderedDict(), by_content
     return out
 
