@@ -62,9 +62,9 @@ from pyg_sar.nn.global_inputs import (
     with_hooks,
     without_matrix,
 )
-from pyg_sar.nn.made_edges import of_size, with_made_edges
+from pyg_sar.nn.made_edges import of_size, plain_arguments, with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.norm import NORMS, own_rows_only
+from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -86,16 +86,23 @@ _CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cache
 class _Call:
     """A call of a module between tensors of the whole graph.
 
+    Args:
+        module: The module.
+        args: What it is called with.
+        kwargs: The same by name.
+        found: The node tensors among these, in their order.
+
     Raises:
         DistributedIndexError: When an ``edge_index`` stands for no distributed edges, or it can't
             be told which rows a tensor has.
     """
 
-    def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, args: Any, kwargs: Any, found: list[NodeTensor]
+    ) -> None:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
-        found = node_tensors(args, kwargs)
         if self.comm.host is not None:
             for tensor in found:
                 tensor.rows.check_part()
@@ -103,6 +110,7 @@ class _Call:
         ends_of = [(t, t.edges) for t in found]
         self.edge_tensors = [t for t, edges in ends_of if edges is not None]
         self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]
+        self.indices = {id(t): edges.index for t, edges in ends_of if edges is not None}
         layers = isinstance(module, MessagePassing)
         if layers and found and not self.edges:
             raise DistributedIndexError(
@@ -190,8 +198,8 @@ class _Call:
             gathered: It is all rows of a tensor that has none of the edges or their nodes.
         """
         if isinstance(value, NodeTensor):
-            if value.edges is not None:
-                return value.edges.index
+            if id(value) in self.indices:
+                return self.indices[id(value)]
             rows = value.rows
             if like is not None and like.total == rows.total and rows not in self.edge_rows:
                 rows = like
@@ -254,11 +262,13 @@ class _Call:
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments of this worker's computation.
 
+        Plain tensors that need gradients have them summed over the workers.
+
         Raises:
             DistributedIndexError: ``x`` has other rows than the edges have nodes.
         """
         for x in [*args[:1], kwargs.get("x")] if self.edges else ():
-            other = isinstance(x, NodeTensor) and x.edges is None
+            other = isinstance(x, NodeTensor) and id(x) not in self.indices
             if other and all(x.rows.total != rows.total for rows in self.known):
                 self._refuse_as_x(x, args, kwargs)
         local = cache(self.local)  # One tensor in two roles stays one, and travels once.
@@ -277,7 +287,11 @@ class _Call:
             return at(value, read[0] if len(read) == 1 else None)
 
         if self.one_type:
-            args, kwargs = mapped(local, args), mapped(local, kwargs)
+            args = tuple(local(v) if isinstance(v, Tensor) else mapped(local, v) for v in args)
+            kwargs = {
+                k: local(v) if isinstance(v, Tensor) else mapped(local, v)
+                for k, v in kwargs.items()
+            }
         else:
             args, kwargs = tuple(map(placed, args)), {k: placed(v, k) for k, v in kwargs.items()}
         for name in ("size", "num_nodes", "dim_size"):
@@ -291,6 +305,11 @@ class _Call:
                 kwargs["x"] = self.edges[0].sources.ids
             elif args and args[0] is None:
                 args = (self.edges[0].sources.ids, *args[1:])
+        if self.shared and self.comm.world_size > 1:
+            shared = Shared.apply(self.comm, *self.shared)
+            summed = dict(zip(map(id, self.shared), shared, strict=True))
+            take = lambda t: summed.get(id(t), t)  # noqa: E731
+            return mapped(take, args), mapped(take, kwargs)
         return args, kwargs
 
     def _refuse_as_x(self, x: NodeTensor, args: Any, kwargs: Any) -> None:
@@ -309,7 +328,7 @@ class _Call:
 
     def _fits_both(self, value: NodeTensor) -> bool:
         """Says if a tensor has as many rows as both ends of a relation, which differ."""
-        if self.pair is None or value.edges is not None or value.rows in self.edge_rows:
+        if self.pair is None or id(value) in self.indices or value.rows in self.edge_rows:
             return False
         sources, targets = self.pair
         fits = sources.total == targets.total == value.rows.total
@@ -338,7 +357,10 @@ class _Call:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """The module's parameters are those whose gradients are summed over the workers."""
+        """The module's parameters are those whose gradients are summed over the workers.
+
+        Modules take what they are called with meanwhile for this worker's rows.
+        """
         layer: Any = self.module
         several = self.comm.world_size > 1
         learns = torch.is_grad_enabled() and several
@@ -371,9 +393,11 @@ class _Call:
             swapped[id(relations)] = self.local(relations)
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
+        outer, self.comm.in_layer = self.comm.in_layer, True
         try:
             yield
         finally:
+            self.comm.in_layer = outer
             for registry, name, original in places:
                 registry[name] = original
             if computed:
@@ -384,11 +408,7 @@ class _Call:
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """With ``random=None`` a layer draws numbers of the worker's own; then states are one."""
-        policy = getattr(self.module, "policy", None)
-        if policy is None or policy.random is not None:
-            yield
-            return
+        """A layer draws numbers of the worker's own meanwhile; then states are one."""
         device = self.comm.device
         gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state, count = torch.get_rng_state(), self.module.__dict__.get("_global_calls", 0)
@@ -520,16 +540,18 @@ class GlobalCalls:
         if kind in NORMS and current().world_size > 1:  # It is a copy of one process's.
             self.__class__ = global_class(named_as(NORMS[kind], kind))
             return self(*args, **kwargs)
-        if isinstance(self, MessagePassing):
-            if "replaced" not in vars(type(self)):
-                raise _derived(self)
+        known = plain_arguments((*args, *kwargs.values()))
+        if isinstance(self, MessagePassing) and "replaced" not in vars(type(self)):
+            raise _derived(self)
+        if isinstance(self, MessagePassing) and not known:
             args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
             if matrix:
                 return torch.nn.Module.__call__(self, *args, **kwargs)
-        args, kwargs = with_made_edges(self, args, kwargs)
-        if not node_tensors(args, kwargs):
-            _refuse_local(self, args, kwargs)
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if not known:
+            args, kwargs = with_made_edges(self, args, kwargs)
+            if not node_tensors(args, kwargs):
+                _refuse_local(self, args, kwargs)
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
             only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
             keeps = not _CACHES.isdisjoint(vars(self)) and _keeps_all_nodes(self)
@@ -545,14 +567,17 @@ class GlobalCalls:
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the layer's result, without its hooks."""
-        if not node_tensors(args, kwargs):
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        args, kwargs = without_matrix(self, args, kwargs)
-        call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with call.parameters(), own_rows_only():
+        found = plain_arguments((*args, *kwargs.values()))
+        if not found:
+            if not node_tensors(args, kwargs):
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            args, kwargs = without_matrix(self, args, kwargs)
+            found = node_tensors(args, kwargs)
+        call = _Call(self, args, kwargs, found)  # type: ignore[arg-type]
+        policy = getattr(self, "policy", None)
+        with call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
-            own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
-            with call.draws():
+            with nullcontext() if policy is None or policy.random else call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
 
@@ -607,15 +632,6 @@ def _called_as_in_pyg(module: Any, changes: list[str], args: Any, kwargs: Any) -
         module.__class__ = own
 
 
-def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Lets plain arguments that need gradients have them summed over the workers."""
-    if not call.shared or call.comm.world_size == 1:
-        return args, kwargs
-    found = dict(zip(map(id, call.shared), Shared.apply(call.comm, *call.shared), strict=True))
-    take = lambda t: found.get(id(t), t)  # noqa: E731
-    return mapped(take, args), mapped(take, kwargs)
-
-
 def _as_it_is(inputs: Tensor, **others: Any) -> Tensor:
     return inputs
 
@@ -626,27 +642,34 @@ class GlobalPropagation(DistMessagePassing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "replaced" not in vars(type(self)):
             raise _derived(self)
-        args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
-        if matrix:
-            return torch.nn.Module.__call__(self, *args, **kwargs)
-        args, kwargs = with_made_edges(self, args, kwargs, other_nodes=True)
-        if not node_tensors(args, kwargs):
-            _refuse_local(self, args, kwargs)
-            return super().__call__(*args, **kwargs)
-        args, kwargs = without_matrix(self, args, kwargs)
-        edges = [t.edges.index for t in node_tensors(args, kwargs) if t.edges is not None]
-        keeps = edges and self.policy.refresh_every > 1
-        with keeping_rows(self, edges) if keeps else nullcontext():
+        found = plain_arguments((*args, *kwargs.values()))
+        if not found:
+            args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
+            if matrix:
+                return torch.nn.Module.__call__(self, *args, **kwargs)
+            args, kwargs = with_made_edges(self, args, kwargs, other_nodes=True)
+            if not node_tensors(args, kwargs):
+                _refuse_local(self, args, kwargs)
+                return super().__call__(*args, **kwargs)
+            args, kwargs = without_matrix(self, args, kwargs)
+            found = node_tensors(args, kwargs)
+        edges: list[Any] = []
+        if self.policy.refresh_every > 1:
+            edges = [t.edges.index for t in found if t.edges is not None]
+        with keeping_rows(self, edges) if edges else nullcontext():
             return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
-            return super().propagate(edge_index, size=size, **kwargs)
-        given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
-        edge_index = with_made_edges(self, (), given)[1]["edge_index"]
-        if size is not None:
-            kwargs["size"] = size
-        call = _Call(self, (edge_index,), kwargs)
+        found = plain_arguments((edge_index, *kwargs.values())) if size is None else None
+        if not found:
+            if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
+                return super().propagate(edge_index, size=size, **kwargs)
+            given = {**kwargs, "edge_index": of_size(edge_index, size), "size": size}
+            edge_index = with_made_edges(self, (), given)[1]["edge_index"]
+            if size is not None:
+                kwargs["size"] = size
+            found = node_tensors(edge_index, kwargs)
+        call = _Call(self, (edge_index,), kwargs, found)
         watched = is_watched(self, forward=False)
         if watched and not self.explain:
             within = f" ({', '.join(changes)})" if (changes := changes_of(self)) else ""
@@ -663,9 +686,8 @@ class GlobalPropagation(DistMessagePassing):
             return self._on_whole_graph(edge_index, kwargs, DistributedIndexError(why))
         own_update = has_own(self, "update") and not update_asks_for_edges(self)
         try:
-            with call.parameters(), own_rows_only():
+            with call.parameters():
                 (edges,), local = call.arguments((edge_index,), kwargs)
-                (edges,), local = _sharing(call, (edges,), local)
                 # A user's update waits meanwhile: it is to get all nodes.
                 with standing_in((self, "update", _as_it_is)) if own_update else nullcontext():
                     out = super().propagate(edges, **local)
@@ -673,15 +695,15 @@ class GlobalPropagation(DistMessagePassing):
             if not error.mixes_edges:
                 raise
             return self._on_whole_graph(edge_index, kwargs, error)
-        if call.axis is not None:
+        axis = int(self.node_dim)
+        if call.axis is not None or out.dim() == -axis or axis == 0:
             out = call.results(out, (), {})
         else:
-            axis = int(self.node_dim)
             out = call.results(out.movedim(axis, 0), (), {}).movedim(0, axis)
         if own_update:
             asked = self.inspector.get_param_names("update")
-            found = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
-            out = self.update(out, **self.inspector.collect_param_data("update", found))
+            data = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
+            out = self.update(out, **self.inspector.collect_param_data("update", data))
         return cast(Tensor, out)
 
     def _check_choice(self, choice: Choice) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -71,6 +71,32 @@ def with_made_edges(
     }
     take = lambda value: found.get(id(value), value)  # noqa: E731
     return mapped(take, args), mapped(take, kwargs)
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def plain_arguments(given: Iterable[Any]) -> list[NodeTensor] | None:
+    """Returns the node tensors of a call, where it is sure that its edges are known ones.
+
+    ``None`` where something else may be among them: a matrix, made edges, tensors by type.
+
+    Args:
+        given: The arguments. Of lists and tuples what they hold is looked at.
+    """
+    found = []
+    for value in given:
+        for one in value if type(value) in (list, tuple) else (value,):
+            if isinstance(one, NodeTensor):
+                if one.axis == 1 and one.edges is None and _is_made(one):
+                    return None
+                found.append(one)
+            elif type(one) in (Tensor, torch.nn.Parameter):
+                if one.layout != torch.strided or (one.dtype == torch.long and _is_made(one)):
+                    return None
+            elif not isinstance(one, _SIMPLE):
+                return None
+    return found
 
 
 def made_edges(comm: Communicator) -> MadeEdges:

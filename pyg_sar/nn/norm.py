@@ -9,8 +9,6 @@ calls the norm, also one without nodes. One collective of :math:`O(F)` numbers f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,17 +28,6 @@ from pyg_sar.reduction.moments import (
     standardise,
 )
 from pyg_sar.wording import counted
-
-
-@contextmanager
-def own_rows_only() -> Iterator[None]:
-    """Lets modules take what they are called with meanwhile for this worker's rows."""
-    comm = current()
-    before, comm.in_layer = comm.in_layer, True
-    try:
-        yield
-    finally:
-        comm.in_layer = before
 
 
 def counts_all(norm: torch.nn.Module) -> bool:
