@@ -259,7 +259,7 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Held:
-    """An attribute, or a parameter, buffer or module, as it is now; small tensors by their values.
+    """An attribute, or a parameter or buffer, as it is now; small tensors by their values.
 
     Args:
         registry: Where it is, by its name.
@@ -329,16 +329,21 @@ class AmbientState:
         self.device = device
         self._training = [(module, module.training) for module in layer.modules()]
         self._held: list[_Held] = []
+        self._fixed: list[tuple[dict[str, Any], str, Any]] = []  # what nobody writes into
         self._names: list[tuple[dict[str, Any], set[str]]] = []
         for title, module in layer.named_modules():
-            own = vars(module)
-            kept = [k for k, v in own.items() if k not in _OF_PYG and is_kept(v)]
-            some: list[tuple[Any, list[str]]] = [(own, kept)]
-            some += [(r, [*r]) for r in (module._parameters, module._buffers, module._modules)]
-            for registry, names in some:
-                prefix = f"{type(layer).__name__}.{title}." if title else f"{type(layer).__name__}."
-                self._held += [_Held(registry, name, prefix + name) for name in names]
+            prefix = f"{type(layer).__name__}.{title}." if title else f"{type(layer).__name__}."
+            own: Any = vars(module)
+            registry: Any
+            for registry in (own, module._parameters, module._buffers, module._modules):
                 self._names.append((registry, set(registry)))
+                for name, value in registry.items():
+                    if registry is own and name in _OF_PYG:
+                        continue
+                    if type(value) in _FIXED or isinstance(value, torch.nn.Module):
+                        self._fixed.append((registry, name, value))
+                    elif registry is not own or is_kept(value):
+                        self._held.append(_Held(registry, name, prefix + name))
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -359,6 +364,11 @@ class AmbientState:
             (held.registry, held.name, _copied(held.value))
             for held in self._held
             if not held.is_as_it_was()
+        ]
+        others += [
+            (registry, name, value)
+            for registry, name, value in self._fixed
+            if registry.get(name, _NOTHING) is not value
         ]
         others += [
             (registry, name, _NOTHING)
@@ -388,7 +398,8 @@ class AmbientState:
 
 
 _CONTAINERS = (list, dict, set, deque)
-_NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
+_FIXED = (bool, int, float, complex, str, bytes, type(None))
+_NUMBERS = (*_FIXED, tuple)
 _SMALL = 1 << 16  # Numbers of a tensor that is copied for the backward pass.
 _OWN = frozenset({"_edge_type", "_facts", "own_graphs"})
 _INTERNAL = frozenset({*vars(torch.nn.Module()), *_OWN})

@@ -31,10 +31,11 @@ def drawing(
     All workers come here together. ``key`` is the call's ``call_key``. Gives what draws.
     """
     silent, strength = facts_of(layer).silent, layer.policy.random
-    draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in silent)
+    known = key in silent
+    draws = EdgeDraws(edge_index, strength, title_of(layer), silent=known)
     yield draws
     draws.settle()
-    if draws.drew_nothing:
+    if draws.drew_nothing and not known:
         silent.add(key)
     for value in kwargs.values():
         if isinstance(value, DeferredEdge) and value.mark is not None:

@@ -13,11 +13,13 @@ _NESTED = (list, tuple, dict)
 def tensors_in(*values: Any) -> list[Tensor]:
     """Returns all tensors in nested lists, tuples and dicts."""
     found: list[Tensor] = []
-    for value in values:
+    waiting = [*reversed(values)]
+    while waiting:
+        value = waiting.pop()
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, _NESTED) and value:
-            found += tensors_in(*(value.values() if isinstance(value, dict) else value))
+        elif isinstance(value, _NESTED):
+            waiting += reversed([*(value.values() if isinstance(value, dict) else value)])
     return found
 
 
