@@ -152,22 +152,15 @@ def titled(kind: str, name: str, rank: int) -> str:
     return f"{kind}{f' {name!r}' if name not in ('', kind) else ''} at rank {rank}"
 
 
-class Chooser:
-    """Chooses the strategy of one call of ``propagate`` of a ``DistMessagePassing``.
+Key = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""What a layer's ``call_key`` gives: a call's kind, and what may change its message besides."""
 
-    Args:
-        layer: The layer.
-        edge_index: Distributed edges.
-        kwargs: Keyword arguments of ``propagate``, or of ``edge_updater``.
-        key: The call's ``call_key``.
-    """
+
+class Chooser:
+    """Chooses the strategy of one call of ``propagate`` of a ``DistMessagePassing``."""
 
     def __init__(
-        self,
-        layer: Any,
-        edge_index: DistEdgeIndex,
-        kwargs: dict[str, Any],
-        key: tuple[tuple[Any, ...], tuple[Any, ...]],
+        self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], key: Key
     ) -> None:
         self.layer, self.edge_index, self.kwargs, self.key = layer, edge_index, kwargs, key
         self.comm = edge_index.plan.comm

@@ -303,13 +303,10 @@ class _Held:
                 "(`layer.x = layer.x + 1`), or set SARPolicy(mode=2), which keeps messages"
             )
         now = self.registry.get(self.name, _NOTHING)
-        if now is not self._value:
-            by_value = not isinstance(now, TileValue) and isinstance(
-                now, (*_NUMBERS, *_CONTAINERS, Tensor)
-            )
-            return by_value and _alike(now, self.value)
-        changes = isinstance(now, (*_CONTAINERS, tuple, np.ndarray)) or _is_record(now)
-        return not changes or _alike(now, self.value)
+        if now is self._value:
+            return isinstance(now, Tensor) or _alike(now, self.value)
+        by_value = isinstance(now, (*_NUMBERS, *_CONTAINERS, Tensor))
+        return by_value and not isinstance(now, TileValue) and _alike(now, self.value)
 
 
 class AmbientState:
@@ -327,12 +324,13 @@ class AmbientState:
 
     def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
-        self._training = [(module, module.training) for module in layer.modules()]
+        self._training: list[tuple[torch.nn.Module, bool]] = []
         self._held: list[_Held] = []
         self._fixed: list[tuple[dict[str, Any], str, Any]] = []  # what nobody writes into
         self._names: list[tuple[dict[str, Any], set[str]]] = []
         for title, module in layer.named_modules():
             prefix = f"{type(layer).__name__}.{title}." if title else f"{type(layer).__name__}."
+            self._training.append((module, module.training))
             own: Any = vars(module)
             registry: Any
             for registry in (own, module._parameters, module._buffers, module._modules):

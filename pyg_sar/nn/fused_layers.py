@@ -71,12 +71,15 @@ def attention_of(
     """
     own: Any = type(layer)
     kind = known_attention(own)
-    plain = kind is not None and _is_plainly(layer, kind)
-    if not plain or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    if kind is None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return None
+    methods = ("message", "edge_update", "aggregate", *_METHODS.get(kind, ()))
+    plain = pristine(layer, *methods, of=kind) and layer.__dict__.get("_edge_type") is None
+    if not plain or not is_plain_module(layer.aggr_module, SumAggregation):
         return None
     found: Attention | RelationalTerms | None = _LAYERS[kind](layer, kwargs)
     if isinstance(found, Attention) and isinstance(layer, HGTConv):
-        with charged([edge_index], layer.ledger_name):
+        with charged(edge_index, layer.ledger_name):
             found = _by_relation(found, edge_index, kwargs["edge_attr"])
     if found is None:
         return None
@@ -154,16 +157,6 @@ def adds_bias(own: Any) -> bool:
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
     """The attention's output ``[N, H, C]`` in the shape of the layer's aggregated messages."""
     return out.flatten(1) if isinstance(layer, AGNNConv | FAConv | GATEConv | HGTConv) else out
-
-
-def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
-    """Says if a layer's messages are those of ``kind`` and no hook watches them."""
-    methods = ("message", "edge_update", "aggregate", *_METHODS.get(kind, ()))
-    return (
-        pristine(layer, *methods, of=kind)
-        and is_plain_module(layer.aggr_module, SumAggregation)
-        and layer.__dict__.get("_edge_type") is None
-    )
 
 
 def _dropout(layer: Any) -> dict[str, Any]:

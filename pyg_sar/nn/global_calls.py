@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
@@ -87,10 +87,8 @@ class _Call:
     """A call of a module between tensors of the whole graph.
 
     Args:
-        module: The module.
-        args: What it is called with.
-        kwargs: The same by name.
-        found: The node tensors among these, in their order.
+        module, args, kwargs: The module, and its arguments.
+        found: The node tensors among these.
 
     Raises:
         DistributedIndexError: When an ``edge_index`` stands for no distributed edges, or it can't
@@ -367,8 +365,9 @@ class _Call:
         swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
         if several and not learns:
             layer.shared_parameters.compare(layer, self.comm)
-        computed = list(_computed(layer)) if learns else []
-        for module in layer.modules():
+        modules = [*layer.modules()]
+        computed = list(_computed(modules)) if learns else []
+        for module in modules:
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
                 swapped[id(module.weight)] = to_local(module.weight, rows, 0)
@@ -383,7 +382,7 @@ class _Call:
             swapped |= {id(p[2]): one for p, one in zip(computed, values, strict=True)}
         places = computed + [
             (module._parameters, name, parameter)
-            for module in layer.modules()
+            for module in modules
             for name, parameter in module._parameters.items()
             if id(parameter) in swapped
         ]
@@ -402,7 +401,7 @@ class _Call:
                 registry[name] = original
             if computed:
                 compute_again(layer)
-            for _, _, value in _computed(layer) if learns else ():
+            for _, _, value in _computed(layer.modules()) if learns else ():
                 if all(value is not before for _, _, before in computed):
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
@@ -493,9 +492,9 @@ class _Call:
         return self.out(out, self._targets()), (found, self.out(attention, rows))
 
 
-def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Attributes of a layer that were computed of parameters: pruned, or another network's, say."""
-    for module in layer.modules():
+def _computed(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Attributes of modules that were computed of parameters: pruned, or another network's, say."""
+    for module in modules:
         for name, value in vars(module).items():
             plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
             if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
@@ -642,8 +641,7 @@ class GlobalPropagation(DistMessagePassing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "replaced" not in vars(type(self)):
             raise _derived(self)
-        found = plain_arguments((*args, *kwargs.values()))
-        if not found:
+        if not plain_arguments((*args, *kwargs.values())):
             args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
             if matrix:
                 return torch.nn.Module.__call__(self, *args, **kwargs)
@@ -652,10 +650,8 @@ class GlobalPropagation(DistMessagePassing):
                 _refuse_local(self, args, kwargs)
                 return super().__call__(*args, **kwargs)
             args, kwargs = without_matrix(self, args, kwargs)
-            found = node_tensors(args, kwargs)
-        edges: list[Any] = []
-        if self.policy.refresh_every > 1:
-            edges = [t.edges.index for t in found if t.edges is not None]
+        given = node_tensors(args, kwargs) if self.policy.refresh_every > 1 else []
+        edges = [t.edges.index for t in given if t.edges is not None]
         with keeping_rows(self, edges) if edges else nullcontext():
             return torch.nn.Module.__call__(self, *args, **kwargs)
 

@@ -77,13 +77,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 
 
 def plain_arguments(given: Iterable[Any]) -> list[NodeTensor] | None:
-    """Returns the node tensors of a call, where it is sure that its edges are known ones.
-
-    ``None`` where something else may be among them: a matrix, made edges, tensors by type.
-
-    Args:
-        given: The arguments. Of lists and tuples what they hold is looked at.
-    """
+    """Returns the node tensors of a call; ``None``: there may be a matrix or made edges."""
     found = []
     for value in given:
         for one in value if type(value) in (list, tuple) else (value,):

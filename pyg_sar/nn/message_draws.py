@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.engine.analysis import title_of
+from pyg_sar.engine.analysis import Key, title_of
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.message.edge_draws import EdgeDraws, out_of_order
@@ -24,11 +24,11 @@ _MOST_HEADS = 32  # bits of a word
 
 @contextmanager
 def drawing(
-    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], key: tuple[Any, ...]
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], key: Key
 ) -> Iterator[EdgeDraws]:
     """Lets the layer's message, which may draw, do so meanwhile as ``SARPolicy(random=...)`` says.
 
-    All workers come here together. ``key`` is the call's ``call_key``. Gives what draws.
+    All workers come here together. Gives what draws.
     """
     silent, strength = facts_of(layer).silent, layer.policy.random
     known = key in silent

@@ -17,6 +17,7 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from pyg_sar.engine.analysis import (
     Choice,
     Chooser,
+    Key,
     decomposition_of,
     most_edges,
     needs_sorted_edges,
@@ -228,6 +229,7 @@ class DistMessagePassing(MessagePassing):
         steady = self._steady_key(edge_index, size, kwargs, key)
         choice = None if steady is None else facts.steady.get(steady)
         if choice is not None:
+            check_pairs(edge_index, kwargs, self)
             call = choice.sums_call
             found = None if call is None else call.run(self, edge_index, kwargs)
             if found is not None:
@@ -244,7 +246,8 @@ class DistMessagePassing(MessagePassing):
             key = self.call_key(kwargs)
         size = known_size(edge_index, size, self)
         check_pairs(edge_index, kwargs, self)
-        with charged([] if edge_index.plan.context.layer else [edge_index], self.ledger_name):
+        inner_call = edge_index.plan.context.layer
+        with nullcontext() if inner_call else charged(edge_index, self.ledger_name):
             strategy, reason = self._strategy()
             choice = Chooser(self, edge_index, kwargs, key).choice(strategy, reason)
             keeps = () if choice.rows is None else choice.rows.agreed.keeps
@@ -266,31 +269,22 @@ class DistMessagePassing(MessagePassing):
         """Raises where tensors of the whole graph are asked for what a choice can't give."""
 
     def _steady_key(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], key: tuple[Any, ...]
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], key: Key
     ) -> tuple[Any, ...] | None:
-        """Returns all that decides how a plain call runs; ``None`` where it is not plain.
-
-        ``key`` is its :meth:`call_key`.
-        """
+        """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
         plan = edge_index.plan
         leaving = edge_index.dist_row != (0 if self.flow == "source_to_target" else 1)
         if plan.open_ended or leaving or size is not None:
             return None
         if self._one_shot_call or self.explain or any(map(self.__dict__.get, WITHIN)):
             return None
-        pairs = [v for v in kwargs.values() if isinstance(v, tuple | list) and v]
-        nodes = plan.num_local if edge_index.targets is None else edge_index.targets
-        axis = int(self.node_dim)
-        for target in [v[1] for v in pairs if len(v) == 2]:
-            if isinstance(target, Tensor) and target.shape[axis : axis + 1 or None] != (nodes,):
-                return None  # check_pairs() refuses it.
         tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
         tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
         own, devices = type(self), sorted({v.device.type for v in tensors})
         local = self.node_dim, plan.rank, own.message, own.aggregate, own.update, *devices
         return self.policy, local, *key
 
-    def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def call_key(self, kwargs: dict[str, Any]) -> Key:
         """Returns a call's kind, alike on all workers, and what may change its message besides.
 
         That is the flags, names and numbers among the attributes of the layer and its modules, and
@@ -299,20 +293,19 @@ class DistMessagePassing(MessagePassing):
         Args:
             kwargs: Keyword arguments of :meth:`propagate`.
         """
-        axis, cpu, cuda = int(self.node_dim), None, None
-        if torch.is_autocast_enabled("cpu"):
-            cpu = torch.get_autocast_dtype("cpu")
-        if torch.is_autocast_enabled("cuda"):
-            cuda = torch.get_autocast_dtype("cuda")
+        axis, devices = int(self.node_dim), filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+        casts = tuple([(device, torch.get_autocast_dtype(device)) for device in devices])
         kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
-        learns = [p.requires_grad for p in self.parameters()]
         aggregation, grad = type(self.aggr_module), torch.is_grad_enabled()
-        kind = self.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
+        modules = [*self.modules()]
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        learns = tuple([p.requires_grad for p in parameters])
+        kind = self.training, grad, casts, aggregation, learns, tuple(kinds)
         # A method of the layer's own, not of its class: others may stand there tomorrow.
         switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
         switches.append(torch.get_default_dtype())
         facts = self.__dict__.get("_facts") or facts_of(self)
-        outside, modules = facts.outside, [*self.modules()]
+        outside = facts.outside
         if outside is None or outside.modules != modules:
             outside = outside_of(self)
         if facts.asks or outside.unknown:  # Then no key tells what the message does.
@@ -400,12 +393,7 @@ class DistMessagePassing(MessagePassing):
     # Running #################################################################
 
     def _propagate_whole(
-        self,
-        edge_index: DistEdgeIndex,
-        size: Any,
-        kwargs: dict[str, Any],
-        choice: Choice,
-        key: tuple[Any, ...],
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice, key: Key
     ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
@@ -435,11 +423,7 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edges, size=size, **kwargs)
 
     def _propagate_parts(
-        self,
-        edge_index: DistEdgeIndex,
-        kwargs: dict[str, Any],
-        choice: Choice,
-        key: tuple[Any, ...],
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice, key: Key
     ) -> Tensor:
         out: Any = None
         own: Attention | None = None
@@ -455,20 +439,16 @@ class DistMessagePassing(MessagePassing):
             if found is None and out is None:
                 found = self._aggregated(edge_index, kwargs, choice, drawn)
         if found is not None:
-            out = self._finished(choice, *found)
+            out = found[0][0]
+            if type(self.aggr_module) not in PLAIN:  # Else nothing becomes of the sum any more.
+                finish = decomposition_of(self, choice.strategy == "chunked").finish
+                out = finish(*found, self.node_dim)
         if choice.sets:
             put_tile_values(self, attributes_of(self, choice.sets), title_of(self))
         if pristine(self, "update", of=MessagePassing):
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         return self.update(out, **self.inspector.collect_param_data("update", data))
-
-    def _finished(self, choice: Choice, results: list[Tensor], in_degree: Tensor) -> Tensor:
-        """Returns the aggregate of reductions."""
-        if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
-            return results[0]
-        finish = decomposition_of(self, choice.strategy == "chunked").finish
-        return finish(results, in_degree, self.node_dim)
 
     def _attended(
         self,

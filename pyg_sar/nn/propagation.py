@@ -68,17 +68,15 @@ def note_tensors(error: Exception, given: Mapping[str, Any], device: torch.devic
 
 
 @contextmanager
-def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
+def charged(edge_index: DistEdgeIndex, layer: str) -> Iterator[None]:
     """Ledgers charge the layer for what these edges gather meanwhile, each tensor once."""
-    outer = [(edge_index.plan.context, edge_index.plan.context.layer) for edge_index in edges]
-    for context, _ in outer:
-        context.layer = layer
+    context = edge_index.plan.context
+    before, context.layer = context.layer, layer
     try:
         yield
     finally:
-        for context, before in reversed(outer):
-            context.layer = before
-            context.gathered.clear()
+        context.layer = before
+        context.gathered.clear()
 
 
 @contextmanager
@@ -149,14 +147,14 @@ def check_pairs(edge_index: DistEdgeIndex, kwargs: dict[str, Any], layer: Any) -
     Raises:
         ValueError: A tensor has not a row for each node of its end.
     """
-    plan = edge_index.plan
+    plan, axis = edge_index.plan, int(layer.node_dim)
     for name, pair in kwargs.items():
         if isinstance(pair, tuple | list) and len(pair) == 2:
-            asked = asked_by(layer, "message", "edge_update", "aggregate")
-            read = f"{name}_i" in asked or f"{name}_j" in asked
             for value, nodes in zip(pair, (plan.num_local, edge_index.num_targets), strict=True):
-                if read and isinstance(value, Tensor):
-                    check_nodes(value, layer.node_dim, nodes, name, plan.rank)
+                if isinstance(value, Tensor) and value.shape[axis : axis + 1 or None] != (nodes,):
+                    asked = asked_by(layer, "message", "edge_update", "aggregate")
+                    if f"{name}_i" in asked or f"{name}_j" in asked:
+                        check_nodes(value, axis, nodes, name, plan.rank)
 
 
 def stand_ins(edge_index: DistEdgeIndex) -> int:
