@@ -162,17 +162,12 @@ def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
 def _dropout(layer: Any) -> dict[str, Any]:
     """Probability, and a seed from PyTorch's random state where it is drawn."""
     p = float(layer.dropout) if layer.training else 0.0
-    return {"p": p, "seed": _seed(layer, p)}
+    return {"p": p, "seed": seed_for(layer, p)}
 
 
-def _seed(layer: Any, p: float) -> int:
+def seed_for(layer: Any, p: float) -> int:
     """A seed from PyTorch's random state, unless others draw (:class:`EdgeDraws`)."""
     return int(torch.randint(2**62, ())) if p and layer.policy.random is None else 0
-
-
-def with_seed(layer: MessagePassing, own: Attention) -> Attention:
-    """An attention that a message of one's own is, with a seed where it drops weights."""
-    return replace(own, seed=_seed(layer, own.p))
 
 
 def _is_plain_linear(linear: Any) -> bool:

@@ -62,7 +62,7 @@ from pyg_sar.nn.fused_layers import (
     as_read,
     attention_of,
     known_attention,
-    with_seed,
+    seed_for,
 )
 from pyg_sar.nn.global_inputs import WITHIN, is_explained
 from pyg_sar.nn.message_draws import (
@@ -460,7 +460,7 @@ class DistMessagePassing(MessagePassing):
     ) -> Tensor | None:
         """Returns softmax attention by kernel; ``None`` where the kernels don't know the layer."""
         if own is not None:
-            attention: Any = with_seed(self, own)
+            attention: Any = replace(own, seed=seed_for(self, own.p))
         elif self.policy.kernels == "off" or choice.strategy != "sequential":
             return None
         else:
