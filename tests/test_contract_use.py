@@ -66,7 +66,7 @@ def check(
 
 
 def test_inputs_changed_before_backward(root: Path):
-    """A message remade with others would give wrong gradients: torch's own error."""
+    """A message remade with others would give wrong gradients: torch's own error, and where."""
 
     def worker() -> None:
         data = pyg_sar.load_partition(root)
@@ -77,8 +77,9 @@ def test_inputs_changed_before_backward(root: Path):
                 out = layer(x, data.edge_index)
                 with torch.no_grad():
                     (x if change == "features" else layer.lin.weight).mul_(2)
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                with pytest.raises(RuntimeError, match="modified by an inplace op") as caught:
                     out.sum().backward()
+                assert "in the backward pass of Nonlinear" in "\n".join(caught.value.__notes__)
 
     workers(worker, WORLD)
 

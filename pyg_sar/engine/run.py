@@ -219,11 +219,11 @@ class _Run(torch.autograd.Function):
         kernel: Kernel = ctx.kernel
         if torch.is_grad_enabled():
             return recorded(_Run.backward, ctx, gradients)
-        saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         # Messages run again: what they read tells its operators by its class, which is switched off
         # where the loss is of a class of its own.
         try:
+            saved = [tensor.detach() for tensor in ctx.saved_tensors]  # Raises if one was written.
             with torch._C._EnableTorchFunction():
                 cotangent: Any = [g.resolve_conj().resolve_neg().contiguous() for g in gradients]
                 if kernel.reads_output:
