@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import importlib
 import io
@@ -30,6 +31,8 @@ from oracle import (
     EDGE_DIM,
     OUT,
     SWITCH,
+    Partitions,
+    error,
     make_graph,
     node_losses,
 )
@@ -743,3 +746,30 @@ def test_a_leaf_of_another_part_is_refused(use: Callable[..., Tensor], tmp_path:
 
     with pytest.raises(WorkerError, match=r"Parts 0 and 1 .* requires a gradient"):
         host(fn, 2)
+
+
+COPIED: dict[str, Callable[[], torch.nn.Module]] = {
+    "batch": lambda: gnn.GCN(CHANNELS, 8, 2, OUT, norm="batch_norm"),
+    "layer": lambda: gnn.GCN(CHANNELS, 8, 2, OUT, norm="layer_norm"),
+    "graph": lambda: gnn.GCN(CHANNELS, 8, 2, OUT, norm="graph_norm"),
+    "instance": lambda: gnn.GCN(CHANNELS, 8, 2, OUT, norm="instance_norm"),
+    "pair": lambda: gnn.GCN(CHANNELS, 8, 2, OUT, norm="pair_norm"),
+    "within a layer": lambda: gnn.GIN(CHANNELS, 8, 2, OUT, norm="batch_norm"),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_of_a_model_that_one_process_distributed(name: str, tmp_path: Path) -> None:
+    """Norms that had all rows there count those of all parts here."""
+
+    def gradients(model: torch.nn.Module, data: Any) -> list[Tensor]:
+        model(data.x, data.edge_index).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    graph = make_graph()
+    root = Partitions(tmp_path)(graph, 2, "random")
+    model = COPIED[name]().double()
+    expected = gradients(copy.deepcopy(model), graph)
+    model = pyg_sar.distribute(model)
+    for found in host(lambda: gradients(copy.deepcopy(model), pyg_sar.load_partition(root)), 2):
+        assert max(error(*pair, 1.0) for pair in zip(found, expected, strict=True)) < 1e-10

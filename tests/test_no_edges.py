@@ -127,6 +127,7 @@ def models() -> list[nn.Module]:
         Alone(SAGEConv(4, 3, project=True)),
         Alone(GATConv(4, 3, add_self_loops=False)),
         Alone(EdgeConv(nn.Linear(8, 3))),
+        Alone(EdgeConv(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)))),
         NNConv(4, 3, nn.Linear(2, 12)),
         GINEConv(nn.Linear(4, 3), edge_dim=2, train_eps=True),
         TransformerConv(4, 3, edge_dim=2),

@@ -226,7 +226,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
     nothing.
 
     Raises:
-        ValueError: When all workers together have at most one row in training.
+        ValueError: When all workers together have one row in training.
     """
 
     @between_graphs
@@ -269,7 +269,7 @@ def _over_all_rows(norm: Any, input: Tensor, across: Communicator | None = None)
     track = partial(_track, norm) if tracks else None
     out, found = normalise(rows, norm.weight, norm.bias, norm.eps, across, track)
     total = int(found.count)
-    if total <= 1:
+    if total == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training (got {counted(total, 'rows')} "
             f"on all {counted(current().world_size, 'workers')})"
@@ -280,10 +280,10 @@ def _over_all_rows(norm: Any, input: Tensor, across: Communicator | None = None)
 @torch.no_grad()
 def _track(norm: Any, found: Moments) -> None:
     total = int(found.count)
-    if total <= 1:
-        return
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
+    if total <= 1:
+        return
     factor = norm.momentum
     if factor is None:
         factor = 1.0 / float(norm.num_batches_tracked or 1)
