@@ -221,16 +221,23 @@ void run_width(const Factors<kHeads>& factors, const float* pairs, const State& 
 
 template <int kHeads>
 bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
-  const NamedRows rows(t, num_rows);
+  NamedRows rows(t, num_rows);
   if (!rows.have_many(t.num_edges)) return false;
   const Factors<kHeads> factors{t, rows};
   const Tensor pairs = empty({num_rows, 2 * kHeads}, kFloat);
-  std::atomic<bool> small{true};
   float* out = pairs.mutable_data_ptr<float>();
-  for_runs(rows.count, kRowsPerTask, [&](int64_t first, int64_t last) {
-    if (!on_keys(factors, out, first, last)) small = false;
-  });
-  if (!small) return false;
+  const auto are_small = [&] {
+    std::atomic<bool> small{true};
+    for_runs(rows.count, kRowsPerTask, [&](int64_t first, int64_t last) {
+      if (!on_keys(factors, out, first, last)) small = false;
+    });
+    return small.load();
+  };
+  if (!are_small()) {
+    if (!rows.numbers.empty()) return false;
+    rows = NamedRows(t, num_rows, true);
+    if (!are_small()) return false;
+  }
   run_width(factors, out, state);
   return true;
 }

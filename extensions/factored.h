@@ -20,8 +20,8 @@ struct NamedRows {
   std::vector<int32_t> numbers;
   int64_t count;
 
-  NamedRows(const Terms<float>& t, int64_t num_rows) : count(num_rows) {
-    if (t.num_edges >= kMany * num_rows) return;
+  NamedRows(const Terms<float>& t, int64_t num_rows, bool alone = false) : count(num_rows) {
+    if (!alone && t.num_edges >= kMany * num_rows) return;
     std::vector<uint8_t> named(num_rows);
     for (int64_t e = 0; e < t.num_edges; ++e) named[t.source[e]] = 1;
     numbers.reserve(num_rows);

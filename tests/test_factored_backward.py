@@ -220,3 +220,26 @@ def test_rows_do_not_depend_on_the_number_of_threads(native: bool):
         assert torch.equal(result["key"], first["key"])
         torch.testing.assert_close(result["query"], first["query"], rtol=1e-4, atol=1e-4)
     assert torch.equal(results[2]["query"], results[3]["query"])
+
+
+@pytest.mark.parametrize("edges", [250, 550, 3000])
+@pytest.mark.parametrize("native", NATIVE)
+def test_rows_beside_the_sources_change_no_bit(edges: int, native: bool) -> None:
+    """Those of other parts' targets, in a table that parts of a process share."""
+    given = problem("additive", 4, 8, dtype=torch.float32, sources=200, targets=60, edges=edges)
+    assert given.attention.key is not None
+    ((_, forward, backward),) = shards_of(given, 1)
+    places = torch.arange(3, 3 + 5 * 200, 5)
+    value = torch.full((1100, 4, 8), math.nan).index_copy_(0, places, given.attention.value)
+    key = torch.full((1100, 4), 50.0).index_copy_(0, places, given.attention.key)
+    beside = replace(given.attention, value=value, key=key, places=places)
+    states = []
+    for attention in (given.attention, beside):
+        state = AttentionState.start(given.num_targets, value)
+        states.append(attention_(state, attention, forward, native=native))
+    for name in ("acc", "maximum", "normaliser"):
+        assert torch.equal(*[getattr(state, name) for state in states]), name
+    cotangent = known(given, forward, native)
+    both = [found(a, cotangent, backward, native) for a in (given.attention, beside)]
+    for name in NAMES:
+        assert torch.equal(both[0][name], both[1][name]), name
