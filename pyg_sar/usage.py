@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
 
 COMMANDS = {
     "partition": "cut a graph into parts",
@@ -17,9 +18,20 @@ COMMANDS = {
 }
 
 
-def command_parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and that takes options by their whole names only."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2."""
+        self.exit(2, f"pyg-sar: error: {message} ({self.prog} --help)\n")
+
+
+def command_parser() -> Parser:
     """Returns the parser of ``pyg-sar`` itself, without any command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pyg-sar",
         description="Exact full-batch training of PyTorch Geometric models on several workers.",
     )

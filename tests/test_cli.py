@@ -27,6 +27,7 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.comm.group import finalize
+from pyg_sar.comm.messages import RESUME
 from pyg_sar.errors import LostWorkerError, ReportError, WorkerError
 from pyg_sar.tools import cli, demo, load_graph, start
 from pyg_sar.tools.models import MODELS, build_model, imported_model
@@ -181,6 +182,7 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
         (f"--parts {tmp_path}", "holds no partition"),
         (f"--parts {__file__}", f"'{__file__}' holds no partition"),
         ("--lr -1", "'lr' to be a positive number"),
+        ("--epoch 3", "--epoch: there is no such option; did you mean 'epochs'"),
         ("--resume", "file of --checkpoint"),
         ("--auto-resume", "file of --checkpoint"),
         (f"--checkpoint {tmp_path}", f"--checkpoint '{tmp_path}' is a folder"),
@@ -200,9 +202,16 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     ):
         error = usage_error(capsys, *train, *option.split())
         assert all(text in error for text in texts), (option, error)
-    with pytest.raises(SystemExit):
-        cli.main([*train, "--prefetch", "2"])
-    assert "--prefetch: invalid choice: 2 (choose from 0, 1)" in capsys.readouterr().err
+    for options, text in (
+        ("--prefetch 2", "argument --prefetch: invalid choice: 2 (choose from 0, 1)"),
+        ("--epochs x", "argument --epochs: invalid int value: 'x'"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*train, *options.split()])
+        error = capsys.readouterr().err
+        assert error == f"pyg-sar: error: {text} (pyg-sar train --help)\n"
+    run = usage_error(capsys, "run", "--epochs", "3", "script.py")
+    assert "--epochs: there is no such option;" in run and "script go after its name" in run
     predict = ["predict", "--checkpoint", "run.ckpt", "--parts", str(tmp_path), "--out", "out.npy"]
     assert "--model gcn: the checkpoint names" in usage_error(capsys, *predict, "--model", "gcn")
     monkeypatch.setenv("RANK", "0")
@@ -371,7 +380,7 @@ def test_options_in_a_file(parts, tmp_path, capsys):
         ("clip_norm: 1\nclip-norm: 2\n", "clip_norm: given twice"),
     ):
         file.write_text(text)
-        assert message in usage_error(capsys, "train", "--conf", str(file))  # As argparse shortens.
+        assert message in usage_error(capsys, "train", "--config", str(file))
     twice = usage_error(capsys, "train", f"--config={file}", "--config", str(file))
     assert f"--config is given 2 times ({file}, {file}): give one file" in twice
     other = tmp_path / "run.json"
@@ -449,6 +458,8 @@ def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd, 
         found = capfd.readouterr()
         assert f"resumed from {checkpoint} after epoch 5 of 6\n" in found.err
         assert load_checkpoint(checkpoint).state["epoch"] == 6
+    error = usage_error(capfd, *train, "--epochs", "4", "--auto-resume")
+    assert "has 6 epochs, --epochs is 4: nothing to train" in error
     assert cli.main([*train, "--epochs", "3", "--overwrite"]) == 0
     assert load_checkpoint(checkpoint).state["epoch"] == 3
 
@@ -618,6 +629,19 @@ def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeyp
     if code != 130:
         assert cli.main(["demo", "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_lost_worker_of_a_training_says_how_to_go_on(parts, tmp_path, capsys, monkeypatch):
+    checkpoint = tmp_path / "c"
+    train_worker(config_of(parts, checkpoint=str(checkpoint)))
+
+    def lose(*given):
+        raise LostWorkerError(f"Rank 1 was lost: it was killed. {RESUME}", rank=1)
+
+    monkeypatch.setattr(cli, "on_workers", lose)
+    assert cli.main(["train", "--parts", parts, "--checkpoint", str(checkpoint), "--resume"]) == 1
+    held = f"'{checkpoint}' holds the state after epoch 2; --resume goes on from there"
+    assert capsys.readouterr().err == f"pyg-sar: error: Rank 1 was lost: it was killed. {held}\n"
 
 
 def test_the_rank_that_lives_speaks(capsys, monkeypatch):

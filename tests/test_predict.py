@@ -548,6 +548,8 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
         capsys.readouterr()
         assert cli.main(["train", *own, "--epochs", "2", "--resume", "--quiet"]) == cli.EXIT_USAGE
         assert "args=['x', 'edge_index', 'train_mask'] is now None" in capsys.readouterr().err
+        assert cli.main(["predict", *own[:2], *parts, "--out", "no.npy"]) == cli.EXIT_USAGE
+        assert "how its model is built: add --model net.py:Net\n" in capsys.readouterr().err
         assert cli.main(["predict", *own, "--out", "masked.npy"]) == 0
         assert cli.main(["predict", *own, "--out", "plain.npy", "--args", "x,edge_index"]) == 0
     assert cli.main([*predict, "two.npy"]) == 0

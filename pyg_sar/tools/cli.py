@@ -18,8 +18,9 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.environment import find_launcher
+from pyg_sar.comm.messages import RESUME
 from pyg_sar.comm.processes import SignalNotice
-from pyg_sar.errors import PygSarError, StoppedError, WorkerError
+from pyg_sar.errors import LostWorkerError, PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
@@ -47,13 +48,14 @@ from pyg_sar.tools.start import (
     on_workers,
     options_of_file,
     tell_agent,
+    unknown_option,
 )
 from pyg_sar.tools.tables import TABLES
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
-from pyg_sar.usage import COMMANDS, command_parser
+from pyg_sar.usage import COMMANDS, Parser, command_parser
 from pyg_sar.wording import counted
 
 EXIT_FAILURE = 1
@@ -137,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     try:
-        arguments = parser.parse_args(_with_file(parser, argv))
+        arguments, unknown = parser.parse_known_args(_with_file(parser, argv))
+        if unknown:
+            raise ValueError(unknown_option(arguments.command, unknown))
     except (ImportError, OSError, ValueError) as error:
         return _explain(error, "--debug" in argv)
     try:
@@ -158,7 +162,7 @@ def _with_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
     """Returns the arguments, before them the options of the file that ``--config`` names."""
     if argv[:1] != ["train"]:
         return argv
-    first = argparse.ArgumentParser(prog="pyg-sar train", add_help=False)
+    first = Parser(prog="pyg-sar train", add_help=False)
     first.add_argument("--config", action="append", default=[])
     paths = first.parse_known_args(argv)[0].config
     if not paths:
@@ -259,6 +263,11 @@ def _train(arguments: argparse.Namespace) -> int:
             results, speaks = on_workers(arguments, work, config)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(say_kept(config)) from None
+        except LostWorkerError as error:
+            if find_launcher() is not None:
+                raise
+            text = str(error).replace(RESUME, say_kept(config))
+            raise LostWorkerError(text, rank=error.rank, traceback=error.traceback) from None
     if speaks:
         _print_results(results, arguments.seed)
         one_report = config.report if config.seeds == 1 else None
@@ -472,7 +481,7 @@ def _command(commands: Any, name: str, run: Any, epilog: str) -> Any:
         formatter_class=_Formatter,
     )
     command.add_argument("--debug", action="store_true", help="show tracebacks")
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, command=command)
     return command
 
 

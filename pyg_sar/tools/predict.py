@@ -174,6 +174,11 @@ def predict_worker(config: PredictConfig) -> list[int]:
     with as_usage_errors():
         if config.model is not None:
             model = imported_model(config.model, data)
+        elif "pyg" not in extra:
+            named = (extra.get("model") or {}).get("name", "FILE.py:callable")
+            raise UsageError(
+                f"{config.checkpoint!r} does not say how its model is built: add --model {named}"
+            )
         else:
             model = _build(config.checkpoint, found, None)
             stock = _stock(extra)

@@ -461,6 +461,11 @@ def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
             f"{path!r} was saved with another model: {', '.join(changes)}; give the same model"
         )
     trainer.resume(path, allow_changes=config.allow_changes)
+    if trainer.epoch > config.train.epochs:
+        raise UsageError(
+            f"{path} has {counted(trainer.epoch, 'epochs')}, --epochs is {config.train.epochs}: "
+            "nothing to train"
+        )
     if trainer.comm.rank == 0:
         done = f"epoch {trainer.epoch} of {config.train.epochs}"
         sys.stderr.write(f"resumed from {path} after {done}\n")

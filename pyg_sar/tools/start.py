@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,9 +122,7 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
         raise ValueError(f"--config {path}: {error}") from None
     unknown = [str(key) for key in found if str(key).replace("-", "_") not in names]
     if unknown:
-        near = get_close_matches(unknown[0].replace("-", "_"), names, 1)
-        hint = f"did you mean {near[0]!r}" if near else "pyg-sar train --help lists them"
-        raise ValueError(f"--config {path}: {', '.join(unknown)}: there is no such option; {hint}")
+        raise ValueError(f"--config {path}: {unknown_option(command, unknown)}")
     arguments = []
     for key, value in found.items():
         action = names[str(key).replace("-", "_")]
@@ -140,6 +138,18 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         arguments.append(option if alone else f"{option}={text}")
     return arguments
+
+
+def unknown_option(command: argparse.ArgumentParser, given: Sequence[str]) -> str:
+    """Says what a command was given that it does not know, on the command line or in a file."""
+    options = [word for word in given if word.startswith("-")] or given
+    names = [option.removeprefix("--") for option in command._option_string_actions]
+    word = options[0].partition("=")[0].lstrip("-").replace("_", "-")
+    near = get_close_matches(word, names, 1)
+    hint = f"did you mean {near[0]!r}" if near else f"{command.prog} --help lists them"
+    if command.prog.endswith(" run"):
+        hint += "; options of the script go after its name"
+    return f"{', '.join(options)}: there is no such option; {hint}"
 
 
 def _read_options(path: str) -> dict[Any, Any]:
