@@ -80,7 +80,7 @@ def test_columns_become_features(tmp_path):
     assert data.x.dtype == torch.float32
     assert data.x.tolist() == [[0.0, 0.0], [2.0, 1.0], [4.0, 2.0], [6.0, 3.0]]
     assert "age" not in data and "income" not in data
-    with pytest.raises(ValueError, match=r"'feature_columns' names 'height'.*'y', 'age', 'income'"):
+    with pytest.raises(ValueError, match=r"there is no column 'height'.*'y', 'age', 'income'"):
         load_graph(source, feature_columns="height")
 
 
@@ -93,6 +93,7 @@ WRONG = {
     "number": ("id\n5\n", "source,target\n5,6\n", "'target' of .* names node 6, which"),
     "twice": ("id\na\na\n", "source,target\na,a\n", "names node 'a' more than once"),
     "no ids": ("y\n1\n", "source,target\na,a\n", "'source' of .* no column of such ids"),
+    "empty": ("id\na\n", "source,target\na,\n", "'target' of .* has rows without a value"),
     "text": ("id,y,z,k\na,u,v,1\n", "source,target\na,a\n", r"got 'y' \(string\), 'z' \(string\)"),
 }
 

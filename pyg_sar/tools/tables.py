@@ -263,6 +263,8 @@ def _arrays(table: Table, piece: Any) -> dict[str, Array]:
             raise ValueError(f"'{name}' of {table} has rows without a value")
         values = _values(f"'{name}' of {table}", column)
         if values.dtype.kind == "O" and name in ids and all(isinstance(v, str) for v in values):
+            if not all(values):
+                raise ValueError(f"'{name}' of {table} has rows without a value")
             values = np.array([text.encode() for text in values], dtype=np.bytes_)
         elif values.dtype.kind not in "iufb":
             wrong.append(f"'{name}' ({column.type})")
