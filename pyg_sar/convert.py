@@ -227,7 +227,8 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
             raise ValueError(
                 f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
                 "pyg_sar.nn.initialize(model, data.x, data.edge_index) with the model's arguments "
-                "before distribute(), or give its layer's in_channels instead of -1"
+                "(of a HeteroData data.x_dict, data.edge_index_dict) before distribute(), or give "
+                "its layer's in_channels instead of -1"
             )
     if comm.across is not None or comm.world_size > 1:
         refuse_wrapped(model)

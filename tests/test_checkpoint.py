@@ -234,6 +234,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "checksum is wrong",
     ),
     "foreign": (foreign, "not a checkpoint of pyg_sar"),
+    "torch.save": (lambda p: torch.save({}, p), r"no checkpoint of pyg_sar; .* torch\.save loads"),
     **{
         f"other {name}": (lambda p, name=name, value=value: signed(p, name, value), message)
         for name, value, message in (
@@ -296,9 +297,13 @@ def test_another_model_optimizer_or_settings_are_refused(tmp_path):
 def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
     path, model = tmp_path / "c", make_model()
     save_checkpoint(path, model, state={"n": 1})
-    for state in ({"n": object()}, {"n": float("nan")}):
-        with pytest.raises(CheckpointError, match="Cannot write the checkpoint"):
-            save_checkpoint(path, model, state=state)
+    for value, why in (
+        (object(), "not JSON serializable"),
+        (float("nan"), "not JSON compliant"),
+        (torch.ones(2), r"state\['n'\] is a Tensor: .* call \.tolist\(\)"),
+    ):
+        with pytest.raises(CheckpointError, match=f"Cannot write the checkpoint.*{why}"):
+            save_checkpoint(path, model, state={"n": value})
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint"):
         save_checkpoint(tmp_path / "no" / "c", model)
     assert load_checkpoint(path).state == {"n": 1}

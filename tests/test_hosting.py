@@ -470,6 +470,12 @@ def test_a_part_raises():
     assert lost.value.rank == 2
 
 
+def test_a_tensor_of_a_run_that_has_ended():
+    out = pyg_sar.run(lambda: pyg_sar.scatter(Data(x=torch.ones(4, 1))).x, parts=2)[0]
+    with pytest.raises(PygSarError, match=r"run that has ended: return out\.full_tensor\(\)"):
+        float(out.sum())
+
+
 def test_a_part_ends_early():
     with pytest.raises(MismatchError, match=r"part 0 waits for .*part 2's program has ended"):
         pyg_sar.run(meet_at(2, lambda: None), parts=4, timeout=30.0)

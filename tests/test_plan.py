@@ -355,6 +355,10 @@ def test_what_cannot_be_planned(root, tmp_path):
     with pytest.raises(ValueError, match=r"workers=\[3\] are more than any"):
         pyg_sar.plan(models()["gat"], root, workers=[3], rates=RATES)
     graph = load_graph("synthetic:nodes=30,degree=2,features=2")
+    with pytest.raises(TypeError, match=r"plan\(model, data\): the model comes first \(got Data\)"):
+        pyg_sar.plan(graph, models()["gat"])
+    with pytest.raises(TypeError, match="plan can't predict a HeteroData yet"):
+        pyg_sar.plan(models()["gat"], make_hetero())
     with pytest.raises(ValueError, match=r"parts=\[2\]: what is partitioned has its own number"):
         pyg_sar.plan(models()["gat"], root, parts=[2])
     with pytest.raises(ValueError, match=r"parts=\[0\] must be numbers of parts"):

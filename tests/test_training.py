@@ -17,7 +17,7 @@ import torch_geometric.nn
 from combinations import everything
 from small_graphs import CLASSES, FEATURES, small_graph
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATConv
 
 import pyg_sar
@@ -332,6 +332,12 @@ def test_unfit_data_is_named(change, config, message):
     change(data)
     with pytest.raises(ValueError, match=message):
         Trainer(make_model(), data, TrainConfig(**config))
+
+
+def test_a_heterogeneous_graph_is_refused_by_name():
+    data = HeteroData({"paper": {"x": torch.ones(3, 2), "y": torch.arange(3)}})
+    with pytest.raises(ValueError, match=r"data\.y by type, .* as in examples/hetero\.py"):
+        Trainer(make_model(), data)
 
 
 def test_unfit_models_are_named():

@@ -329,6 +329,8 @@ def test_mistakes(flaw: str, graph: Data):
             given = {"model": Net(), "data": graph, name: wrong}
             with pytest.raises(TypeError, match=f"'{name}' to be .* {type(wrong).__name__}"):
                 pyg_sar.verify(**given)
+        with pytest.raises(ValueError, match=r"the plain model: call it before distribute\(\)"):
+            pyg_sar.verify(pyg_sar.distribute(Net()), graph)
         with pytest.raises(ValueError, match=r"no \['nope'\]; it has .*edge_index"):
             pyg_sar.verify(Net(), graph, call=call_with(["nope"]))
     else:

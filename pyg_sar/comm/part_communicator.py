@@ -74,7 +74,10 @@ class PartCommunicator(Communicator):
 
     def _check(self) -> None:
         if self.closed:
-            raise PygSarError("The communicator is closed; call pyg_sar.init() again")
+            raise PygSarError(
+                "This tensor, or model, belongs to a run that has ended: return out.full_tensor(), "
+                "or a number, from the function"
+            )
 
     def _post(
         self,

@@ -313,7 +313,7 @@ class Plan(Shown):
         if limit and fewest < self.best.workers:
             limit += f", where {counted(fewest, 'workers')} are enough"
         return (
-            f"* take mode {self.best.mode} with {counted(self.best.workers, 'workers')}: the "
-            f"shortest epoch{limit}. Memory is what training adds to a started process of some 350 "
-            "MB"
+            f"* take mode {self.best.mode} with {counted(self.best.workers, 'workers')}: the least "
+            f"memory within 2 % of the shortest epoch{limit}. Memory is what training adds to a "
+            "started process of some 350 MB"
         )

@@ -307,10 +307,11 @@ def _unknown_source(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else "."
     return (
-        f"Unknown graph '{name}'{hint} Choose 'synthetic', a dataset ({', '.join(DATASETS)}), "
+        f"There is no file or folder '{name}', nor a dataset of this name{hint} Choose "
+        f"'synthetic', a dataset ({', '.join(DATASETS)}), "
         "'Class/Name' of torch_geometric.datasets, 'ogbn-NAME', a file ending in "
-        f"{' or '.join(FILE_SUFFIXES)}, or a folder with edge_index.npy, edges.parquet or OGB's "
-        "raw files"
+        f"{', '.join((*FILE_SUFFIXES, *TABLES))}, or a folder with edge_index.npy, edges.parquet "
+        "or OGB's raw files"
     )
 
 
@@ -404,8 +405,8 @@ def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
         matching = fnmatch.filter(columns, pattern)
         if not matching:
             raise ValueError(
-                f"'feature_columns' names {pattern!r}, and no attribute of that name has a number "
-                f"per node. Choose from {', '.join(map(repr, columns)) or 'none'}"
+                f"'feature_columns' (--features): there is no column {pattern!r} with a number per "
+                f"node. Choose from {', '.join(map(repr, columns)) or 'none'}"
             )
         chosen += [name for name in matching if name not in chosen]
     x = torch.empty(num_nodes, len(chosen))

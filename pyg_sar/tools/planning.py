@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.data.data import BaseData
 from tqdm import tqdm
 
 from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
@@ -105,12 +106,16 @@ def plan(
         ValueError: An argument makes no sense, a heterogeneous graph, or several graphs.
         WorkerError: The model fails on the sample.
     """
+    if isinstance(model, BaseData | str | os.PathLike):
+        kind = type(model).__name__
+        raise TypeError(f"plan(model, data): the model comes first (got {kind})")
     for name, function in (("model", model), ("call", call)):
         if not callable(function):
             raise TypeError(f"{name}={function!r} must be a module, or a function")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     single = str | os.PathLike | PublishedPartition
-    check_type("data", data, Data | single | Sequence, "a graph, a partition's folder, or several")
+    wanted = "a Data, a partition's folder, or several; plan can't predict a HeteroData yet"
+    check_type("data", data, Data | single | Sequence, wanted)
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
     graph = data if isinstance(data, Data) else None

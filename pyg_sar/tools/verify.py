@@ -181,6 +181,8 @@ def _check_arguments(
     check_whole("num_workers", num_workers)
     check_whole("max_nodes", max_nodes)
     check_type("model", model, nn.Module, "a torch.nn.Module")
+    if any("shared_parameters" in vars(module) for module in model.modules()):
+        raise ValueError("verify takes the plain model: call it before distribute()")
     check_type("data", data, Data, "a Data, the graph; HeteroData can't be verified")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("call", call or print, Callable, "a function of model and data, or None")

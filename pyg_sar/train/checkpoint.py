@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -289,6 +290,11 @@ def _collect(
     content = _Content(header={"format": _FORMAT, "version": _VERSION})
     content.header |= {"world_size": comm.world_size, "replicas": comm.replicas}
     content.header["state"] = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            raise TypeError(
+                f"state[{name!r}] is a Tensor: state takes what JSON can hold; call .tolist()"
+            )
     content.tensors |= {f"extra/{name}": tensor for name, tensor in extra.items()}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -366,6 +372,11 @@ def _read(path: Path) -> _Content:
                 # Clones: the file may be replaced by the next checkpoint while it is mapped.
                 content.tensors = {k: file.get_tensor(k).clone() for k in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        if is_zipfile(path):
+            raise CheckpointError(
+                "it is no checkpoint of pyg_sar; a file of torch.save loads by "
+                "model.load_state_dict(torch.load(...))"
+            ) from error
         raise CheckpointError(f"the file is truncated or damaged ({error})") from error
     if not isinstance(content.header, dict) or content.header.get("format") != _FORMAT:
         raise CheckpointError("this is not a checkpoint of pyg_sar")

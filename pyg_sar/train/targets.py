@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.files import check_argument
 from pyg_sar.space.draws import keyed_numbers
@@ -73,6 +73,11 @@ def find_targets(
     """
     values = data.get(name)
     if not isinstance(values, Tensor) or values.dim() == 0:
+        if isinstance(data, HeteroData):
+            raise ValueError(
+                f"a HeteroData has data.{name} by type, which the Trainer doesn't take: write the "
+                "loop as in examples/hetero.py"
+            )
         raise _missing(name, values)
     of_classes = of_classes and not (probabilities and values.is_floating_point())
     if of_classes:
