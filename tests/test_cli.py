@@ -371,7 +371,7 @@ def test_options_in_a_file(parts, tmp_path, capsys):
     assert settings["train"]["lr"] == 1e-3 and settings["model"]["name"] == "sage"
     for text, message in (
         ("hiden: 4\n", "hiden: there is no such option; did you mean 'hidden'"),
-        ("config: a\n", "config: there is no such option"),
+        ("config: a\n", "config: there is no such option; pyg-sar train --help lists them"),
         ("- 4\n", "expected options by name (got list)"),
         ("quiet: 3\n", "quiet: 3 is no value of --quiet"),
         ("epochs: true\n", "epochs: True is no value of --epochs"),

@@ -64,6 +64,8 @@ from pyg_sar.wording import counted
 
 Progress = Callable[[str], None]
 
+_FEW_PARTS = 64  # may be more than there are nodes
+
 
 # Writing #################################################################################
 
@@ -182,6 +184,12 @@ def write_partitions(
             scratch = Scratch(place / "scratch", limit, report, unfinished)
             prepared = prepare(data, num_parts, method, seed, report, scratch=scratch, **how)
         header, statistics, tensors_of = prepared
+        nodes = statistics.num_nodes
+        if isinstance(method, str) and num_parts > max(nodes, _FEW_PARTS):
+            raise ValueError(
+                f"Expected 'num_parts' to be at most the number of nodes, {nodes:,} (got "
+                f"{num_parts})"
+            )
         target = place / "parts"
         target.mkdir(exist_ok=True)
         parts = []

@@ -58,8 +58,6 @@ from pyg_sar.wording import counted
 
 Report = Callable[[str], None]
 
-_FEW_PARTS = 64  # may be more than there are nodes
-
 # The graph ###############################################################################
 
 
@@ -256,12 +254,7 @@ def _assign(
     """Returns the part of each node by type."""
     counts = {store.info.ends[0]: store.info.totals["node"] for store in stores
               if "node" in store.info.totals}  # fmt: skip
-    total = sum(counts.values())
-    if isinstance(method, str) and num_parts > max(total, _FEW_PARTS):
-        raise ValueError(
-            f"Expected 'num_parts' to be at most the number of nodes, {total:,} (got {num_parts})"
-        )
-    what = counted(total, "nodes")
+    what = counted(sum(counts.values()), "nodes")
     if is_hetero([store.info for store in stores]):
         what += f" of {counted(len(counts), 'types')}"
     report(f"assigning {what} to {counted(num_parts, 'parts')}")

@@ -143,7 +143,8 @@ def options_of_file(command: argparse.ArgumentParser, path: str) -> list[str]:
 def unknown_option(command: argparse.ArgumentParser, given: Sequence[str]) -> str:
     """Says what a command was given that it does not know, on the command line or in a file."""
     options = [word for word in given if word.startswith("-")] or given
-    names = [option.removeprefix("--") for option in command._option_string_actions]
+    known = [option.removeprefix("--") for option in command._option_string_actions]
+    names = [name for name in known if name not in given]  # Such as ``config`` in a file.
     word = options[0].partition("=")[0].lstrip("-").replace("_", "-")
     near = get_close_matches(word, names, 1)
     hint = f"did you mean {near[0]!r}" if near else f"{command.prog} --help lists them"
