@@ -93,7 +93,7 @@ WRONG = {
     "number": ("id\n5\n", "source,target\n5,6\n", "'target' of .* names node 6, which"),
     "twice": ("id\na\na\n", "source,target\na,a\n", "names node 'a' more than once"),
     "no ids": ("y\n1\n", "source,target\na,a\n", "'source' of .* no column of such ids"),
-    "empty": ("id\na\n", "source,target\na,\n", "'target' of .* has rows without a value"),
+    "empty": ("id\na\n", "source,target\na,a\na,\n", "'target' of .* has rows without a value"),
     "text": ("id,y,z,k\na,u,v,1\n", "source,target\na,a\n", r"got 'y' \(string\), 'z' \(string\)"),
 }
 
