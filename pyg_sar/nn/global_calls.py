@@ -101,6 +101,11 @@ class _Call:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
+        if _is_norm_of_one_process(module):
+            raise DistributedIndexError(
+                f"{type(module).__name__} was distributed in one process, and is compiled on "
+                f"{self.comm.world_size} workers (rank {self.comm.rank}): call distribute() there"
+            )
         if self.comm.host is not None:
             for tensor in found:
                 tensor.rows.check_part()
@@ -535,8 +540,8 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kind: Any = vars(type(self)).get("replaced")
-        if kind in NORMS and current().world_size > 1:  # It is a copy of one process's.
+        if not torch.compiler.is_compiling() and _is_norm_of_one_process(self):
+            kind: Any = type(self).replaced  # type: ignore[attr-defined]
             self.__class__ = global_class(named_as(NORMS[kind], kind))
             return self(*args, **kwargs)
         known = plain_arguments((*args, *kwargs.values()))
@@ -579,6 +584,11 @@ class GlobalCalls:
             with nullcontext() if policy is None or policy.random else call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
+
+
+def _is_norm_of_one_process(module: Any) -> bool:
+    """Returns whether a norm was distributed where one process had all rows, and is a copy here."""
+    return vars(type(module)).get("replaced") in NORMS and current().world_size > 1
 
 
 def _axis_in(tensor: Tensor, axis: int) -> int:
