@@ -304,10 +304,11 @@ def test_bandwidth_as_text():
 def test_the_command(root, monkeypatch, capsys):
     command = ["plan", "--parts", root, "--model", "gcn", "--hidden", "8", "--modes", "1"]
     given: dict[str, Any] = {}
+    planned = pyg_sar.plan  # Before it is replaced: the package looks it up at its first use.
 
     def plan(*arguments: Any, **options: Any) -> Plan:
         given.update(options)
-        return pyg_sar.plan(*arguments, **options)
+        return planned(*arguments, **options)
 
     monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
     assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
