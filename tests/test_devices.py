@@ -64,7 +64,6 @@ def worker(rank: int | None, count: int, local: int | None = None) -> WorkerInfo
         # A backend.
         (worker(1, 2), "gloo", None, 2, True, ("gloo", CPU)),
         (worker(1, 2), "gloo", cuda(), 2, True, ("gloo", cuda(1))),
-        (worker(1, 2), "mpi", None, 2, True, ("mpi", CPU)),
         (worker(1, 2), "nccl", cuda(0), 1, True, ("nccl", cuda(0))),
     ],
 )

@@ -26,7 +26,8 @@ from pyg_sar.comm.backends import NcclTransport, Setting
 from pyg_sar.comm.communicator import GroupCommunicator
 from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.group import adopt
-from pyg_sar.comm.messages import NoWatch
+from pyg_sar.comm.messages import Watch
+from pyg_sar.errors import PygSarError
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NONE = pytest.mark.skipif(GPUS == 0, reason="PyTorch sees no CUDA device")
@@ -49,11 +50,19 @@ def on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
+class Unwatched(Watch):
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        return PygSarError(f"{doing} failed: {error}")
+
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        pass
+
+
 def nccl_of_one() -> Communicator:
     """NCCL, whose sums a single worker goes through; ``init`` gives it none."""
     info = WorkerInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, agent_store=False)
     setting = Setting(info=info, store=HashStore(), timeout=60, device=torch.device("cuda", 0))
-    comm = GroupCommunicator(NcclTransport(setting), NoWatch(), 60)
+    comm = GroupCommunicator(NcclTransport(setting), Unwatched(), 60)
     adopt(comm)
     return comm
 

@@ -170,7 +170,7 @@ def test_workers_that_do_not_come(monkeypatch):
 
 
 def test_invalid_arguments():
-    with pytest.raises(ValueError, match="backend='smoke' must be one of gloo, nccl, mpi, ccl"):
+    with pytest.raises(ValueError, match="backend='smoke' must be one of gloo, nccl, ccl"):
         init("smoke")
     for timeout in (0, -1, float("inf"), "long"):
         with pytest.raises(ValueError, match="timeout=.* must be a positive number"):
@@ -185,9 +185,6 @@ def test_missing_backends_say_what_they_need(monkeypatch):
     finalize()
     with pytest.raises(ValueError, match="'ccl' needs .* ended with torch 2.8 .*'gloo'.*'xccl'"):
         init("ccl")
-    monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: False)
-    with pytest.raises(ValueError, match="'mpi' needs a PyTorch built from source with MPI"):
-        init("mpi")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="'nccl' needs a PyTorch built with NCCL"):
         init("nccl")

@@ -102,8 +102,6 @@ class Transport:
     """
 
     name: ClassVar[str]
-    uses_store: ClassVar[bool] = True
-    """True where the workers meet in torchrun's store (MPI brings its own)."""
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
     """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
     tagged: ClassVar[bool] = False
@@ -369,18 +367,6 @@ class NcclTransport(Transport):
         self.group.abort()
 
 
-class MpiTransport(Transport):
-    """MPI, for a PyTorch built with it; the workers are started with ``mpirun``."""
-
-    name = "mpi"
-    uses_store = False
-
-    @classmethod
-    def check(cls) -> None:
-        if not dist.is_mpi_available():
-            raise unavailable(cls.name, "a PyTorch built from source with MPI")
-
-
 class CclTransport(Transport):
     """Intel oneCCL by ``oneccl_bindings_for_pytorch``, which ended with torch 2.8."""
 
@@ -401,7 +387,7 @@ class CclTransport(Transport):
 
 
 TRANSPORTS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
+    kind.name: kind for kind in (GlooTransport, NcclTransport, CclTransport)
 }
 
 

@@ -32,7 +32,7 @@ from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, pla
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
-from pyg_sar.comm.messages import COLLECTIVE, MemberPosts, NoWatch, Outgoing, Posts, is_consequence
+from pyg_sar.comm.messages import COLLECTIVE, MemberPosts, Outgoing, Posts, is_consequence
 from pyg_sar.comm.processes import addresses_from, this_process
 from pyg_sar.comm.processes import place as place_of
 from pyg_sar.comm.store import AskedStore, connect, end_with_program, reconnect
@@ -206,7 +206,7 @@ def init(
     an error where workers of one host can't.
 
     Args:
-        backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
+        backend: ``'gloo'``, ``'nccl'`` or ``'ccl'``. By default ``'nccl'`` where every
             worker of the host has a GPU of its own, else ``'gloo'``, which copies what a GPU sends
             and receives through the CPU's memory.
         timeout: Seconds that an operation, and the start, may take.
@@ -305,10 +305,8 @@ def check_init(backend: str | None, timeout: float, replicas: int | None = None)
     check_whole("replicas", replicas, optional=True)
 
 
-def check_replicas(replicas: int, world: int, backend: str | None = None, who: str = "") -> None:
+def check_replicas(replicas: int, world: int, who: str = "") -> None:
     """Raises ``ValueError`` where so many workers can't be so many replicas."""
-    if replicas > 1 and backend is not None and not TRANSPORTS[backend].uses_store:
-        raise ValueError(f"replicas={replicas} need another backend than {backend!r}: 'gloo'")
     if world % replicas:
         raise ValueError(
             f"replicas={replicas}{who}: {counted(world, 'workers')} can't be divided into so many "
@@ -324,14 +322,6 @@ def _open(
     generation: int,
     replicas: int,
 ) -> Communicator:
-    if backend is not None and not TRANSPORTS[backend].uses_store:
-        check_replicas(replicas, replicas, backend)
-        info = WorkerInfo(
-            rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True
-        )
-        device = device or TRANSPORTS[backend].choose_device(info)
-        setting = Setting(info=info, store=None, timeout=timeout, device=device)
-        return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = adopted() or read_environment()
     switch = read_switch()
     if found is None:

@@ -127,7 +127,7 @@ def launch(
         )
     _check(fn, num_workers, threads_per_worker, env)
     check_init(backend, timeout, replicas)
-    check_replicas(replicas or 1, num_workers, backend, who=" of launch()")
+    check_replicas(replicas or 1, num_workers, who=" of launch()")
     hosting = Hosting.of(parts, memory, store)
     if store != PINNED:
         check_folder("store", store)

@@ -346,16 +346,6 @@ class Watch(ABC):
         """Tells the others that this worker left, and ends."""
 
 
-class NoWatch(Watch):
-    """For launchers that end all workers themselves when one is lost (``mpirun``)."""
-
-    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
-        return PygSarError(f"{doing} failed: {error}")
-
-    def report(self, error: BaseException, rank: int | None = None) -> None:
-        pass
-
-
 def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
     """Returns the record of a lost worker."""
     return {"kind": "lost", "rank": rank, "how": how, "by": by, "doing": doing}

@@ -82,6 +82,7 @@ from pyg_sar.nn.propagation import (
     in_first_order,
     keeping_rows,
     kept_normalisation,
+    kind_of_argument,
     known_size,
     note_tensors,
     on_stand_ins,
@@ -295,7 +296,7 @@ class DistMessagePassing(MessagePassing):
         """
         axis, devices = int(self.node_dim), filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         casts = tuple([(device, torch.get_autocast_dtype(device)) for device in devices])
-        kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
+        kinds = [(name, kind_of_argument(kwargs[name], axis)) for name in sorted(kwargs)]
         aggregation, grad = type(self.aggr_module), torch.is_grad_enabled()
         modules = [*self.modules()]
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
@@ -589,20 +590,6 @@ class DistMessagePassing(MessagePassing):
             return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.
             return {}
-
-
-def _kind(value: Any, axis: int) -> Any:
-    """Returns an argument without the numbers of nodes and edges."""
-    if isinstance(value, DeferredEdge):
-        return "deferred", tuple((k, _kind(v, axis)) for k, v in sorted(value.kwargs.items()))
-    if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if shape:
-            shape[axis % len(shape)] = shape[0] = -1
-        return value.dtype, value.requires_grad, tuple(shape)
-    if isinstance(value, tuple | list):
-        return tuple(_kind(v, axis) for v in value)
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 @cache

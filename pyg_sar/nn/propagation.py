@@ -38,11 +38,19 @@ from pyg_sar.space.joint_index import widened
 from pyg_sar.wording import counted
 
 
-def kind_of_argument(value: Any) -> Any:
-    """Returns a key that tells calls with other edge-level tensors apart, alike on all workers."""
+def kind_of_argument(value: Any, axis: int) -> Any:
+    """Returns an argument without the numbers of nodes and edges, alike on all workers."""
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
-        return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
-    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
+        named = sorted(value.kwargs.items())
+        return "deferred", tuple((name, kind_of_argument(v, axis)) for name, v in named)
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if shape:
+            shape[axis % len(shape)] = shape[0] = -1
+        return value.dtype, value.requires_grad, tuple(shape)
+    if isinstance(value, tuple | list):
+        return tuple(kind_of_argument(v, axis) for v in value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 def note_tensors(error: Exception, given: Mapping[str, Any], device: torch.device) -> None:
@@ -433,7 +441,8 @@ def reversed_call(
     """Returns the edges at the owners of the nodes that sum, with edge-level tensors there."""
     refuse_batched_edges(layer, edge_index, kwargs)
     edges = reversed_edges(edge_index)
-    key = (type(layer), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
+    axis, named = int(layer.node_dim), sorted(kwargs.items())
+    key = (type(layer), tuple((name, kind_of_argument(v, axis)) for name, v in named))
     if key not in edges.edge_level:
         found, _ = row_levels(layer, edge_index, kwargs)
         edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}

@@ -48,7 +48,7 @@ def add_hosting(group: Any) -> None:
     """Adds the options that tell how workers compute and send, to a group of options."""
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
     group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
-    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
+    group("--backend", choices=("gloo", "nccl", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
 
 
