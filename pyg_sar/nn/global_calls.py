@@ -101,7 +101,7 @@ class _Call:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
-        if _is_norm_of_one_process(module):
+        if vars(type(module)).get("replaced") in NORMS and self.comm.world_size > 1:
             raise DistributedIndexError(
                 f"{type(module).__name__} was distributed in one process, and is compiled on "
                 f"{self.comm.world_size} workers (rank {self.comm.rank}): call distribute() there"
@@ -540,8 +540,9 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _is_norm_of_one_process(self):
-            kind: Any = type(self).replaced  # type: ignore[attr-defined]
+        kind: Any = vars(type(self)).get("replaced")
+        if kind in NORMS and not torch.compiler.is_compiling() and current().world_size > 1:
+            # It was distributed where one process had all rows, and is a copy here.
             self.__class__ = global_class(named_as(NORMS[kind], kind))
             return self(*args, **kwargs)
         known = plain_arguments((*args, *kwargs.values()))
@@ -584,11 +585,6 @@ class GlobalCalls:
             with nullcontext() if policy is None or policy.random else call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
-
-
-def _is_norm_of_one_process(module: Any) -> bool:
-    """Returns whether a norm was distributed where one process had all rows, and is a copy here."""
-    return vars(type(module)).get("replaced") in NORMS and current().world_size > 1
 
 
 def _axis_in(tensor: Tensor, axis: int) -> int:

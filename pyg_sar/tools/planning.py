@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import BaseData
 from tqdm import tqdm
 
@@ -114,7 +114,9 @@ def plan(
             raise TypeError(f"{name}={function!r} must be a module, or a function")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     single = str | os.PathLike | PublishedPartition
-    wanted = "a Data, a partition's folder, or several; plan can't predict a HeteroData yet"
+    wanted = "a graph, a partition's folder, or several"
+    if isinstance(data, HeteroData):
+        wanted += "; plan can't predict a HeteroData yet"
     check_type("data", data, Data | single | Sequence, wanted)
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")

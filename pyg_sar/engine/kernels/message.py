@@ -554,7 +554,7 @@ def _kept(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def _as_kept(kept: tuple[Tensor, int]) -> Tensor:
-    """What a tile's graph has saved. PyTorch looks at versions only of what no hook has packed."""
+    """A saved tensor, as it was: PyTorch looks at versions only of what no hook has packed."""
     tensor, version = kept
     if version_of(tensor) != version:
         raise RuntimeError(
