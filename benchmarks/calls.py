@@ -74,7 +74,7 @@ def make_graph(nodes: int) -> Any:
 
 
 def arguments(layer: Any, data: Any) -> tuple[Tensor, ...]:
-    """What a layer's call takes, features of nodes first."""
+    """The arguments of a layer's call, features of nodes first."""
     given = data.x[:, :16].clone().requires_grad_(), data.edge_index
     return (*given, data.edge_attr) if isinstance(layer, MLPConv) else given
 
@@ -109,12 +109,12 @@ class Step:
         return self.file.split("/pyg_sar/")[-1].split("/")[0].removesuffix(".py")
 
     def climbs(self, wings: Sequence[str]) -> bool:
-        """Whether it is of a higher wing than its caller; ``wings``: in order."""
+        """Says if it is of a higher wing than its caller; ``wings``: in order."""
         return wings.index(self.wing) > wings.index(self.caller)
 
 
 def holds_edges(value: Any, depth: int = 2) -> bool:
-    """Whether a value is edges, or a list, tuple or dict that has them this deep."""
+    """Says if a value is edges, or a list, tuple or dict that has them this deep."""
     if type(value) is dict:
         value = [*value.values()]
     if type(value) in (list, tuple):

@@ -188,7 +188,7 @@ def test_no_graph_and_no_number_of_parts_are_named(graph, tmp_path):
     ):
         with pytest.raises(TypeError, match=message):
             pyg_sar.write_partitions(data, parts, tmp_path / "parts")
-    with pytest.raises(ValueError, match=rf"number of nodes, {graph.num_nodes} \(got 5000\)"):
+    with pytest.raises(ValueError, match=rf"at most 64 for {graph.num_nodes} nodes \(got 5000\)"):
         pyg_sar.write_partitions(graph, 5000, tmp_path / "parts")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()

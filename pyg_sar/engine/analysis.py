@@ -153,7 +153,7 @@ def titled(kind: str, name: str, rank: int) -> str:
 
 
 Key = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What a layer's ``call_key`` gives: a call's kind, and what may change its message besides."""
+"""Of a layer's ``call_key``: a call's kind, and what may change its message besides."""
 
 
 class Chooser:

@@ -582,7 +582,7 @@ class GlobalCalls:
         policy = getattr(self, "policy", None)
         with call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
-            with nullcontext() if policy is None or policy.random else call.draws():
+            with nullcontext() if policy is None or policy.random is not None else call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
         return call.results(out, args, kwargs)
 

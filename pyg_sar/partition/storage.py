@@ -185,10 +185,10 @@ def write_partitions(
             prepared = prepare(data, num_parts, method, seed, report, scratch=scratch, **how)
         header, statistics, tensors_of = prepared
         nodes = statistics.num_nodes
-        if isinstance(method, str) and num_parts > max(nodes, _FEW_PARTS):
+        most = max(nodes, _FEW_PARTS)
+        if isinstance(method, str) and num_parts > most:
             raise ValueError(
-                f"Expected 'num_parts' to be at most the number of nodes, {nodes:,} (got "
-                f"{num_parts})"
+                f"Expected 'num_parts' to be at most {most:,} for {nodes:,} nodes (got {num_parts})"
             )
         target = place / "parts"
         target.mkdir(exist_ok=True)
