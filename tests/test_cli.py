@@ -641,7 +641,7 @@ def test_a_lost_worker_of_a_training_says_how_to_go_on(parts, tmp_path, capsys, 
     monkeypatch.setattr(cli, "on_workers", lose)
     assert cli.main(["train", "--parts", parts, "--checkpoint", str(checkpoint), "--resume"]) == 1
     held = f"'{checkpoint}' holds the state after epoch 2; --resume goes on from there"
-    assert capsys.readouterr().err == f"pyg-sar: error: Rank 1 was lost: it was killed. {held}\n"
+    assert capsys.readouterr().err == f"pyg-sar: error: Rank 1 was lost: it was killed; {held}\n"
 
 
 def test_the_rank_that_lives_speaks(capsys, monkeypatch):

@@ -266,7 +266,7 @@ def _train(arguments: argparse.Namespace) -> int:
         except LostWorkerError as error:
             if find_launcher() is not None:
                 raise
-            text = str(error).replace(RESUME, say_kept(config))
+            text = str(error).replace(f". {RESUME}", f"; {say_kept(config)}")
             raise LostWorkerError(text, rank=error.rank, traceback=error.traceback) from None
     if speaks:
         _print_results(results, arguments.seed)
