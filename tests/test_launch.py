@@ -206,6 +206,31 @@ def test_a_script_without_main_guard(light, tmp_path):
     assert done.stdout == "True 7\n"
 
 
+def test_names_in_the_annotations_of_a_class_of_a_script(light, tmp_path):
+    """PyG evaluates a layer's annotations by the names of its module, ``__main__`` of a worker."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from __future__ import annotations\n"
+        "import sys, typing as t\n"
+        "from fractions import Fraction\n"
+        "from pyg_sar.comm.launch import launch\n"
+        "Number = t.Union[Fraction, int]\n"
+        "graph = b'not for annotations'\n"
+        "class Pair:\n"
+        "    def add(self, a: Number, b: t.Literal['graph']) -> list[Fraction]: pass\n"
+        "def work():\n"
+        "    names = vars(sys.modules['__main__'])\n"
+        "    found = [eval(text, names) for text in Pair.add.__annotations__.values()]\n"
+        "    return found, 'graph' in names\n"
+        "if __name__ == '__main__':\n"
+        "    (result,) = launch(work, 1)\n"
+        "    print(result == ([Number, t.Literal['graph'], list[Fraction]], False))\n"
+    )
+    done = run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
 def test_a_module_that_starts_workers_when_it_is_imported(light, tmp_path):
     """Its worker imports it for the function, and must not start workers that import it."""
     (tmp_path / "job.py").write_text(

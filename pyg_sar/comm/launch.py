@@ -13,6 +13,7 @@ import gc
 import importlib
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, GenericAlias, ModuleType, UnionType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -243,7 +244,44 @@ class _Pickler(cloudpickle.Pickler):
             return make, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in given)
         if isinstance(obj, FunctionType | type):
             _send_generated_by_value(str(getattr(obj, "__module__", "")))
-        return super().reducer_override(obj)
+        made = super().reducer_override(obj)
+        if isinstance(obj, type) and obj.__module__ == "__main__" and isinstance(made, tuple):
+            make, arguments, state, _, _, set_state = made
+            named = _named_in_annotations(obj)
+            return make, arguments, (set_state, state, named), None, None, _set_named
+        return made
+
+
+def _named_in_annotations(cls: type) -> dict[str, Any]:
+    """Returns what the annotations of a class of ``__main__`` name there, where they are texts.
+
+    Annotations are texts under ``from __future__ import annotations``, and in quotes. PyG evaluates
+    those of a layer by the names of its module, and the ``__main__`` of a worker is another one.
+    """
+    texts = " ".join(
+        text
+        for method in vars(cls).values()
+        for text in getattr(method, "__annotations__", {}).values()
+        if isinstance(text, str)
+    )
+    named = set(re.findall(r"[^\W\d]\w*", texts))
+    return {
+        name: value
+        for name, value in vars(sys.modules["__main__"]).items()
+        if name in named and _stands_for_type(value)
+    }
+
+
+def _stands_for_type(value: Any) -> bool:
+    kinds = type | GenericAlias | UnionType | ModuleType
+    return isinstance(value, kinds) or type(value).__module__ == "typing"
+
+
+def _set_named(cls: type, state: tuple[Callable[..., None], Any, dict[str, Any]]) -> None:
+    set_state, inner, named = state
+    for name, value in named.items():
+        vars(sys.modules["__main__"]).setdefault(name, value)
+    set_state(cls, inner)
 
 
 def _send_generated_by_value(name: str) -> None:
