@@ -150,6 +150,7 @@ void Pager::place(Region& r, State state) {
   queue(r).erase(r.stamp);
   clean_ += (state == State::kClean ? r.bytes : 0) - (r.state == State::kClean ? r.bytes : 0);
   r.state = state;
+  r.unseen = false;
   queue(r).emplace(r.stamp, &r);
 }
 
@@ -300,7 +301,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   r->born = births_[arena]++;
   r->place = -1;
   r->pins = r->operation = r->misses = 0;
-  r->freed = r->yields = r->stop = false;
+  r->freed = r->yields = r->stop = r->unseen = false;
   r->state = State::kDirty;
   queue(*r).emplace(r->stamp, r);
   ++count_.regions;

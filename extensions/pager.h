@@ -36,6 +36,7 @@ struct Region {
   Busy busy = Busy::kNo;
   bool yields = false;    // the write under way gives way to a thread that changes the region
   bool freed = false;     // while busy: whoever is busy with it frees it
+  bool unseen = false;    // read ahead, on a guess: the first thread that touches it stops, and is noted
   bool grown = false;     // of several of the kernel's mappings, which don't move together
   std::atomic<bool> stop{false};
 };
@@ -45,14 +46,22 @@ struct Need {
   int64_t born, age, bytes;
 };
 
+// What turns of one key missed, and how many there were.
+struct Needs {
+  std::vector<Need> all;
+  int64_t turns = 0;
+};
+
 // An arena's turns. All arenas run one program, again and again: the next turn needs what others needed before which
-// as many regions were allocated, turn by turn.
+// as many regions were allocated, turn by turn. The more turns were alike, the surer: a deep model's layers are all
+// alike. But the first epoch's turns are others than those of the second.
 struct Turns {
-  static constexpr size_t kLast = 16;
+  static constexpr size_t kLast = 64;
+  static constexpr std::array<size_t, 3> kAlike{kLast, 16, 4};
   std::array<int64_t, kLast> allocated{};  // in the last turns
   size_t count = 0;
   int64_t births = 0;  // when the turn began; of an arena that waits, when its last one ended
-  uint64_t key = 0;    // equal for turns that need the same
+  std::array<uint64_t, kAlike.size()> keys{};  // equal where so many turns before were alike
 };
 
 struct Counters {
@@ -145,7 +154,7 @@ class Pager {
   bool lift(Region& r);
   std::vector<Region*> together(Region& first);
   bool write(Lock& lock, Region& first, bool yields);
-  bool read(Lock& lock, Region& r, bool writable, Region* spare);
+  bool read(Lock& lock, Region& r, Seen seen, Region* spare);
   bool bring_in(Lock& lock, Region& r, Access access, bool demand);
   bool fill(Lock& lock, Region& r, bool writable, bool demand);
   bool thrashes(Region& r);
@@ -156,8 +165,9 @@ class Pager {
   void end_turn();
   bool matches(const Need& need, const Region& r) const;
   void note(const Region& r);
+  bool see(Region& r);
   bool prefetch_one(Lock& lock);
-  bool read_ahead(Lock& lock, int64_t distance, Region& r);
+  bool read_ahead(Lock& lock, int64_t distance, Region& r, Seen seen);
   bool write_one(Lock& lock);
   // What must be written before it can leave memory takes most of it.
   bool is_scarce() const { return count_.resident - cached_bytes_ - clean_ > budget_ / 5 * 4; }
@@ -178,7 +188,7 @@ class Pager {
   std::vector<Region*> unused_;
   std::vector<int64_t> births_;  // by arena
   std::vector<Turns> turns_;     // by arena
-  std::unordered_map<uint64_t, std::vector<Need>> needs_;  // by the turns' key
+  std::unordered_map<uint64_t, Needs> needs_;  // by each of the turns' keys
   // How many needs were looked at for this arena and for the next one.
   std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;

@@ -128,8 +128,9 @@ Scratch::~Scratch() {
   if (own_ && data_ != nullptr) munmap(data_, bytes_);
 }
 
-bool Scratch::move(bool writable) {
-  if (!writable && mprotect(data_, bytes_, PROT_READ) != 0) return false;
+bool Scratch::move(Seen seen) {
+  const int access = seen == Seen::kNo ? PROT_NONE : PROT_READ;
+  if (seen != Seen::kWritten && mprotect(data_, bytes_, access) != 0) return false;
   if (!remap(data_, target_, bytes_, own_ ? kMove : kMove | kKeepAddresses)) return false;
   data_ = nullptr;
   madvise(target_, bytes_, MADV_DOFORK);

@@ -9,6 +9,7 @@
 namespace pyg_sar::pager {
 
 struct Region;
+enum class Seen : uint8_t { kNo, kRead, kWritten };  // what threads may do with pages that were read
 
 constexpr int64_t kSlot = 64 << 10;          // addresses are given out in slots
 constexpr int64_t kHugePage = 2 << 20;       // huge pages are asked for ...
@@ -54,7 +55,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   char* data() const { return data_; }  // null: no memory
-  bool move(bool writable);
+  bool move(Seen seen);
 
  private:
   char *target_, *data_ = nullptr;

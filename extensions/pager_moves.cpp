@@ -169,7 +169,7 @@ bool Pager::write(Lock& lock, Region& first, bool yields) {
 }
 
 // Fills a region that is out; the caller has made room, or gives pages.
-bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
+bool Pager::read(Lock& lock, Region& r, Seen seen, Region* spare) {
   r.busy = Busy::kReading;
   ++in_flight_;
   if (spare == nullptr) hold(r.bytes);
@@ -179,7 +179,7 @@ bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
     Scratch scratch(r.base, r.bytes, spare != nullptr ? spare->base : nullptr);
     if (scratch.data() != nullptr) {
       error = store_->read(scratch.data(), r.bytes, r.place);
-      if (error == 0 && !scratch.move(writable)) error = ENOMEM;
+      if (error == 0 && !scratch.move(seen)) error = ENOMEM;
     }
   }
   if (spare != nullptr) drop_pages(spare->base, spare->bytes);
@@ -196,8 +196,20 @@ bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
     return false;
   }
   count_.read += r.bytes;
-  place(r, writable ? State::kDirty : State::kClean);
+  place(r, seen == Seen::kWritten ? State::kDirty : State::kClean);
+  r.unseen = seen == Seen::kNo;
   if (r.freed) retire(r);
+  return true;
+}
+
+// A thread touches what was read ahead by a guess, which was right.
+bool Pager::see(Region& r) {
+  if (!protect_pages(r.base, r.bytes, false)) {
+    last_error_ = errno;
+    return false;
+  }
+  r.unseen = false;
+  note(r);
   return true;
 }
 
@@ -223,6 +235,10 @@ bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
     if (r.busy == Busy::kReading || (r.busy == Busy::kWriting && changes && !r.yields)) {
       changed_.wait(lock);
       continue;
+    }
+    if (r.unseen) {
+      if (!see(r)) return false;
+      if (access == Access::kUnknown) return true;
     }
     if (r.state != State::kOut) {
       if (changes && (r.state == State::kClean || r.busy == Busy::kWriting)) {
@@ -261,7 +277,7 @@ bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
     count_.overrun += more;
     if (too_large) more_at_once_ += more;
   }
-  if (!read(lock, r, writable, spare)) return false;
+  if (!read(lock, r, writable ? Seen::kWritten : Seen::kRead, spare)) return false;
   if (r.state == State::kClean || r.state == State::kDirty) renew(r);
   return true;
 }

@@ -10,8 +10,9 @@
 namespace pyg_sar::pager {
 namespace {
 
-constexpr size_t kMostKeys = 4096;   // an epoch has some dozens
+constexpr size_t kMostKeys = 16384;  // an epoch has some dozens
 constexpr size_t kMostNeeds = 1024;  // of a key
+constexpr int64_t kSure = 3;         // steps of the program after which no turn needs what wasn't noted
 
 }  // namespace
 
@@ -28,11 +29,16 @@ void Pager::turn(int64_t arena) {
 
 void Pager::end_turn() {
   Turns& turns = turns_[current_];
+  ++needs_[turns.keys.front()].turns;  // also of one that needs nothing
   turns.allocated[turns.count++ % Turns::kLast] = births_[current_] - turns.births;
   turns.births = births_[current_];
-  turns.key = 0;
-  for (size_t i = 0; i < Turns::kLast; ++i)
-    turns.key = (turns.key ^ turns.allocated[(turns.count + i) % Turns::kLast]) * 0x9e3779b97f4a7c15;
+  uint64_t key = 0;
+  size_t taken = 0;
+  for (size_t k = turns.keys.size(); k-- > 0; turns.keys[k] = key) {
+    for (; taken < Turns::kAlike[k]; ++taken)
+      key = (key ^ turns.allocated[(turns.count - 1 - taken) % Turns::kLast]) * 0x9e3779b97f4a7c15;
+    key ^= Turns::kAlike[k];
+  }
   if (needs_.size() > kMostKeys) needs_.clear();
 }
 
@@ -42,13 +48,15 @@ bool Pager::matches(const Need& need, const Region& r) const {
   return need.born == r.born || (alike && need.age == turns_[r.arena].births - r.born);
 }
 
-// Notes what a turn has missed, for turns to come.
+// Notes what a turn has missed, or found by a guess, for turns to come.
 void Pager::note(const Region& r) {
   const Turns& turns = turns_[current_];
   if (r.arena != current_ || r.born >= turns.births) return;
-  std::vector<Need>& needs = needs_[turns.key];
-  if (needs.size() < kMostNeeds && std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); }))
-    needs.push_back({r.born, turns.births - r.born, r.bytes});
+  for (const uint64_t key : turns.keys) {
+    std::vector<Need>& needs = needs_[key].all;
+    const bool is_new = std::ranges::none_of(needs, [&](const Need& need) { return matches(need, r); });
+    if (is_new && needs.size() < kMostNeeds) needs.push_back({r.born, turns.births - r.born, r.bytes});
+  }
 }
 
 void Pager::wake() {
@@ -85,16 +93,23 @@ bool Pager::prefetch_one(Lock& lock) {
   const auto turns = std::min<int64_t>(std::ssize(looked_at_), num_arenas());
   for (int64_t distance = 0; distance < turns; ++distance) {
     const int64_t arena = arena_at(distance), now = current_;
-    const auto needs = needs_.find(turns_[arena].key);
+    const auto& keys = turns_[arena].keys;
+    const auto known = std::ranges::find_if(keys, [&](uint64_t key) {
+      const auto found = needs_.find(key);
+      return found != needs_.end() && (key != keys.front() || found->second.turns >= kSure * num_arenas());
+    });
+    if (known == keys.end()) continue;
+    const std::vector<Need>& needs = needs_[*known].all;
+    const Seen seen = known == keys.begin() ? Seen::kRead : Seen::kNo;
     const Queue& out = arenas_[arena][static_cast<int>(State::kOut)];
-    while (needs != needs_.end() && looked_at_[distance] < needs->second.size()) {
-      const Need need = needs->second[looked_at_[distance]++];
+    while (looked_at_[distance] < needs.size()) {
+      const Need need = needs[looked_at_[distance]++];
       const auto found = std::ranges::find_if(out, [&](const auto& one) {
         return one.second->busy == Busy::kNo && matches(need, *one.second);
       });
       if (found == out.end()) continue;
       // The lock is given up meanwhile: another turn may begin.
-      if (!read_ahead(lock, distance, *found->second) && now == current_) looked_at_[distance] = SIZE_MAX;
+      if (!read_ahead(lock, distance, *found->second, seen) && now == current_) looked_at_[distance] = SIZE_MAX;
       return true;
     }
   }
@@ -102,7 +117,7 @@ bool Pager::prefetch_one(Lock& lock) {
 }
 
 // False: there is no room, or the store fails. What is farther away than 'distance' makes room.
-bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
+bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r, Seen seen) {
   const int64_t bytes = r.bytes;
   const uint64_t stamp = r.stamp;
   const Queue& out = arenas_[arena_at(distance)][static_cast<int>(State::kOut)];
@@ -113,7 +128,7 @@ bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
     if (spare != nullptr) keep(*spare);
     return true;
   }
-  if (!read(lock, *found->second, false, spare)) return false;
+  if (!read(lock, *found->second, seen, spare)) return false;
   count_.prefetched += bytes;
   return true;
 }

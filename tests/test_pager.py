@@ -433,7 +433,33 @@ def test_what_the_last_step_needed_is_read_ahead(tmp_path):
             del kept, x
         # The first step after those that plan has other turns before it than all others.
         assert faults[0] >= turns and faults[3:] == [0] * (steps - 3), faults
+        assert sum(faults) <= 30, faults  # Where few turns before are alike, that helps already.
         assert pager.counters().resident_bytes <= 64 * MB
+
+
+def test_nothing_else_is_read_ahead_where_many_turns_are_alike(tmp_path):
+    """As in a deep model, whose layers make as many tensors, one like the other."""
+    layers, arenas = 24, 2
+    with opened(tmp_path, 64 * MB, arenas) as pager:
+        ahead = []
+        for _ in range(7):
+            before = pager.counters()
+            kept: list[list[torch.Tensor]] = [[] for _ in range(arenas)]
+            for turn in range(2 * layers):
+                for arena in range(arenas):
+                    pager.turn(arena)
+                    pager.enter(arena)
+                    pager.wait()
+                    if turn < layers:
+                        kept[arena].append(numbered(1, turn))
+                    else:
+                        place = 2 * layers - 1 - turn
+                        assert kept[arena][place].aminmax() == (place, place)  # makes no tensor
+                    pager.move_out(arena)
+            found = pager.counters()
+            read = found.prefetched_bytes - before.prefetched_bytes
+            ahead.append((read // MB, found.demand_faults - before.demand_faults))
+        assert ahead[-2:] == [(layers * arenas, 0)] * 2, ahead
 
 
 def test_what_the_arena_before_needed_is_read_ahead(tmp_path):

@@ -26,7 +26,9 @@ What the file can't take is found when a place in it is reserved, before anythin
 
 What a turn will need is read ahead, for the arena that computes and the next one. All parts run the
 same program, step after step: where the last turns of an arena made as many tensors as those before
-an earlier turn, of any arena, this turn needs what that one had to wait for.
+an earlier turn, of any arena, this turn needs what that one had to wait for. The last 64 turns are
+compared, as the layers of a deep model are alike; until these are known, the last 16, or 4. That is
+a guess: what it brings in has no access, so that the first touch tells that it was right.
 
 Rules:
 
