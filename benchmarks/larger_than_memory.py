@@ -87,6 +87,8 @@ MODELS: dict[str, Any] = {
 PLAIN = "plain PyG"
 SHARES = {"no limit": None, "a half": 2, "a quarter": 4}
 CPU = torch.device("cpu")
+WARM_UP = 3
+"""Epochs before those that are measured. In these it is found out what each turn needs to read."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def measure(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     host: Any = getattr(pyg_sar.comm.current(), "host", None)
     moved, times, losses = [], [], []
-    for _ in range(epochs + 1):
+    for _ in range(WARM_UP + epochs):
         begin = time.perf_counter()
         optimizer.zero_grad()
         loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
@@ -167,7 +169,7 @@ def measure(
         times.append(time.perf_counter() - begin)
         found = {} if host is None or host.store is None else host.store.counters()
         moved.append([found.get("bytes_read", 0), found.get("bytes_written", 0)])
-    return start, peak_memory(CPU), moved, (times[1:], losses)
+    return start, peak_memory(CPU), moved, (times[WARM_UP:], losses)
 
 
 def row(
@@ -182,7 +184,7 @@ def row(
         given = root, model, epochs, group, name == PLAIN
         found = pyg_sar.launch(measure, 1, *given, threads_per_worker=threads, **how)
     _, _, moved, (times, losses) = found[-1]
-    read, written = ((b - a) / epochs for a, b in zip(moved[0], moved[-1], strict=True))
+    read, written = ((b - a) / epochs for a, b in zip(moved[WARM_UP - 1], moved[-1], strict=True))
     peak = max(most for _, most, _, _ in found) - found[0][0]
     return Measured(peak, median(times), read, written, losses, limit, group is not None)
 
@@ -297,7 +299,7 @@ def document(args: argparse.Namespace, found: Found, refused: list[str], load: f
         f"{args.nodes:,} nodes, {args.edges:,} edges and {args.features} features, float32; the "
         "models are those of the script. One worker hosts all parts. Limits are shares of what "
         "the same parts take without one, or fixed. Each row is a fresh process, and shows the "
-        "median of the epochs after the first. Load at the start and at the end: "
+        f"median of the epochs after the first {WARM_UP}. Load at the start and at the end: "
         f"{load:.1f} and {os.getloadavg()[0]:.1f}. Losses with a limit were those without, to "
         "the bit.",
         "",
