@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -327,6 +328,22 @@ def test_what_a_part_prints_goes_where_it_says():
     expected = [[f"tensor(0.33) {k}\n", f"tensor(0.3333) {k}\n"] for k in range(3)]
     assert host(worker, 3) == expected
     assert sys.stdout is before
+
+
+def test_a_part_catches_its_own_warnings():
+    """The last part to leave would leave the process with another part's filters."""
+
+    def worker() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            current().barrier()
+            warnings.warn(f"of part {current().rank}", stacklevel=1)
+            current().barrier()
+        return [str(one.message) for one in caught]
+
+    before = list(warnings.filters)
+    assert host(worker, 3) == [[f"of part {k}"] for k in range(3)]
+    assert list(warnings.filters) == before
 
 
 def test_what_a_process_has_but_one_of_is_refused():

@@ -6,6 +6,7 @@ import ctypes
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ STEP = 0.5  # Seconds between two looks at whether other processes have failed.
 
 _WORDS = 4 * 624 + 4  # bytes of a Mersenne twister in NumPy: its words, and the place in them
 _SDP = torch.backends.cuda
+_WARNINGS = [n for n in ("filters", "showwarning", "_showwarnmsg_impl") if hasattr(warnings, n)]
 _HOOKS = tuple(
     held
     for place in (module, optimizer)
@@ -44,7 +46,7 @@ def _set_hooks(held: Sequence[dict[Any, Any]]) -> None:
 def _variables(
     place: Any, *names: str
 ) -> tuple[Callable[[], list[Any]], Callable[[list[Any]], None]]:
-    """Returns how variables of one of PyTorch's modules are read, and set."""
+    """Returns how variables of a module are read, and set."""
 
     def write(held: list[Any]) -> None:
         for name, value in zip(names, held, strict=True):
@@ -80,6 +82,7 @@ VARIABLES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     _variables(graph, "_allow_mutation_on_saved_tensors_enabled"),
     (lambda: vars(PRINT_OPTS).copy(), vars(PRINT_OPTS).update),
     _variables(sys, "stdout", "stderr"),  # contextlib.redirect_stdout
+    _variables(warnings, *_WARNINGS),  # warnings.catch_warnings
     # Its keys are of a part's own modules. A context empties it at the end of the last part alone.
     _variables(parametrize, "_cache_enabled", "_cache"),
 )
