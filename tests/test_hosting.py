@@ -767,8 +767,32 @@ def test_a_leaf_of_another_part_is_refused(use: Callable[..., Tensor], tmp_path:
     def fn() -> None:
         use(pyg_sar.load_partition(tmp_path / "parts"), model, weight).sum().backward()
 
-    with pytest.raises(WorkerError, match=r"Parts 0 and 1 .* requires a gradient"):
+    with pytest.raises(WorkerError, match=r"Parts 0 and 1 .* use the same tensor .* a parameter"):
         host(fn, 2)
+
+
+def test_statistics_and_a_generator_of_another_part_are_refused(tmp_path: Path):
+    """Each part would move the statistics, and draw what the one before it has left."""
+    graph = make_graph()
+    root = Partitions(tmp_path)(graph, 2, "random")
+    norm = torch.nn.BatchNorm1d(CHANNELS, affine=False).double()
+    shared = torch.Generator().manual_seed(3)
+
+    def normalise() -> None:
+        norm(pyg_sar.load_partition(root).x)
+
+    def drop(generator: torch.Generator) -> Tensor:
+        x = pyg_sar.load_partition(root).x
+        return (x * torch.empty_like(x).bernoulli_(0.5, generator=generator)).sum(0)
+
+    with pytest.raises(WorkerError, match=r"Parts 0 and 1 .* running statistics of a norm"):
+        host(normalise, 2)
+    with pytest.raises(WorkerError, match=r"generators of rank 1 and rank 0 are in different"):
+        host(lambda: drop(shared), 2)
+    x, own = graph.x, torch.Generator().manual_seed(3)
+    expected = (x * torch.empty_like(x).bernoulli_(0.5, generator=own)).sum(0)
+    for found in host(lambda: drop(torch.Generator().manual_seed(3)), 2):
+        assert error(found, expected) < 1e-12
 
 
 COPIED: dict[str, Callable[[], torch.nn.Module]] = {

@@ -83,6 +83,8 @@ class Communicator(ABC):
         """Says if a distributed model computes with gradients, of which a sum will follow."""
         self.drawn = 0
         """Tells the state of the random generators after the last draw of rows of all workers."""
+        self.drawn_by_others = 0
+        """Tells the states of generators that the user passed, after each of their draws."""
         self.plain = 0
         """Tells what plain tensors held of which this worker took rows (``tensors/rows.py``)."""
         self.noted: MutableMapping[Tensor, int] = WeakIdKeyDictionary()

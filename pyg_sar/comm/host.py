@@ -183,18 +183,18 @@ class Host:
         self._learning = WeakTensorKeyDictionary()
 
     def claim(self, tensor: Tensor, part: int) -> None:
-        """Notes the part that a tensor learns in, which no other part may use.
+        """Notes the part that a tensor learns in, or in which a norm keeps what it has seen.
 
         Raises:
             DistributedIndexError: Another part has used it. Each would add to its one gradient, and
-                step it.
+                step it, or move it.
         """
         owner = self._learning.setdefault(tensor, part)
         if owner != part:
             raise DistributedIndexError(
                 f"Parts {owner} and {part} of one process use the same tensor of shape "
-                f"{list(tensor.shape)} that requires a gradient, of which there is one then: make "
-                "it, its model, and the optimizer within the function that each part runs"
+                f"{list(tensor.shape)}, a parameter or the running statistics of a norm: make it, "
+                "its model, and the optimizer within the function that each part runs"
             )
 
     def speaker(self, part: int) -> int:

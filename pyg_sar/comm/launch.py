@@ -183,8 +183,8 @@ def run(
 
     Args:
         fn: What each part runs.
-        *args: Its arguments; all parts of a process get the same objects. A model must be made, or
-            copied, within ``fn``: each part needs its own.
+        *args: Its arguments; all parts of a process get the same objects. A model, an optimizer, a
+            ``torch.Generator`` must be made, or copied, within ``fn``: each part needs its own.
         parts: Parts of the graph. By default one for each worker.
         memory, store: As for :func:`pyg_sar.launch`.
         backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.

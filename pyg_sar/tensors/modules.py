@@ -221,6 +221,8 @@ def _normalized(given: dict[str, Any], dims: list[int], own: bool) -> Tensor:
             unbiased = var.detach() * (count / (count - 1))
             for kept, value in ((mean, now.detach()), (given["running_var"], unbiased)):
                 value = value.mean(0).view(-1).to(kept.dtype)
+                if isinstance(x, NodeTensor) and x.rows.comm.host is not None:
+                    x.rows.comm.host.claim(kept, x.rows.comm.rank)
                 with torch.no_grad():
                     kept.mul_(1 - given["momentum"]).add_(value * given["momentum"])
         mean = now

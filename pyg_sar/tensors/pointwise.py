@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -171,6 +172,9 @@ def _marked(draw: Rule) -> Rule:
         found = draw(func, args, kwargs)
         comm = node_tensors(args, kwargs)[0].rows.comm
         comm.drawn = generator_mark(comm.device)
+        if (own := arguments(func, args, kwargs).get("generator")) is not None:
+            state = own.get_state().numpy().tobytes()
+            comm.drawn_by_others = crc32(state, comm.drawn_by_others)
         return found
 
     return rule_that_draws

@@ -216,7 +216,8 @@ def notes(comm: Communicator) -> list[str]:
     beside = comm.beside if comm.compares else 0
     tables = hash(tuple(mark for mark, _, _ in comm.tables)) if comm.compares else 0
     words = f"beside rows: {beside}", f"tables: {tables}", f"added up: {comm.added_up}"
-    return [f"drawn: {comm.drawn}", f"plain: {comm.plain}", *words]
+    drawn = f"drawn: {comm.drawn}, {comm.drawn_by_others}"
+    return [drawn, f"plain: {comm.plain}", *words]
 
 
 def compare_notes(comm: Communicator) -> None:
@@ -233,7 +234,7 @@ def compare_notes(comm: Communicator) -> None:
     counts = alike and len({*tables}) > 1 and not _tables_alike(comm)
     # Else each step would come here, and what comes after an error.
     comm.compares &= alike
-    comm.drawn = comm.plain = comm.beside = comm.added_up = 0
+    comm.drawn = comm.drawn_by_others = comm.plain = comm.beside = comm.added_up = 0
     comm.noted.clear()
     comm.tables = []
     for found, compared, error in (
@@ -267,7 +268,8 @@ def _compare_models(comm: Communicator) -> None:
 _UNLIKE_DRAWS = (
     "The random generators of {both} are in different states (this is rank {rank}), so that "
     "dropout, say, draws different numbers: call torch.manual_seed() alike on all workers, and "
-    "draw nothing on some of them alone"
+    "draw nothing on some of them alone. Make a torch.Generator of your own in the function that "
+    "runs on each worker: parts of one process that share one draw from it in turn"
 )
 _UNLIKE_PLAIN = (
     "{who} hold different values in a plain tensor beside tensors of the graph "
