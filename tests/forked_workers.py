@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import inspect
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
@@ -30,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -116,6 +119,23 @@ def seed_what_is_here() -> None:
             vars(kind)["manual_seed_all"] = lambda seed: None
 
 
+def take_large_pages() -> None:
+    """Moves the template's memory to pages of 2 MB, where Linux can: since 6.1.
+
+    To start and to end, a worker then handles two hundred of them, not a hundred thousand small
+    ones: a fourth of what a worker takes that computes nothing. Where it writes it copies 4 kB.
+    """
+    size, collapse = 1 << 21, 25  # linux/mman.h: MADV_COLLAPSE
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.match(r"(\w+)-(\w+) rw-p \w+ 00:00 0\s*(\[heap\])?$", line)
+        if found is not None:
+            start, end = (int(address, 16) for address in found.groups()[:2])
+            start, end = -(-start // size) * size, end // size * size
+            if start < end:
+                advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), collapse)
+
+
 def serve(descriptor: int) -> None:
     """Forks a worker for each request, until the tests end."""
     import hypothesis  # noqa: F401  # The modules of the tests import these again.
@@ -124,6 +144,7 @@ def serve(descriptor: int) -> None:
     import pytest  # noqa: F401
 
     import_everything()
+    take_large_pages()
     os.set_inheritable(descriptor, False)
     control = Connection(descriptor)
     control.send(os.listdir("/proc/self/task"))
