@@ -7,7 +7,7 @@
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
 * a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;
-* the workers of every second test of the files of :data:`AS_PARTS` are parts of one process;
+* the workers of every second test are parts of one process, but of files of :data:`OF_PROCESSES`;
 * a test of :data:`LONG`, which starts many processes or much data, and whose parts other tests
   have, does not run.
 """
@@ -33,17 +33,18 @@ PAIRS = {
 
 EVERY = {
     "test_attention::test_models_are_exact": 2,
+    "test_attention_ops::test_keys_and_values_may_lie_among_others": 2,
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_bounded_partitioning::test_kernels_decide_as_plain_loops_do": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
     "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
     "test_compiled::test_functions_compile_once_for_all_sizes": 2,
-    "test_compiled::test_layers_compile_as_pygs": 2,
+    "test_compiled::test_layers_compile_as_pygs": 3,
     "test_compiled::test_models_of_workers_stay_as_they_are": 2,
     "test_contract::test_rule_6_ties": 2,
     "test_contract_sweep::test_uses": 5,
-    "test_coverage::test_case": 11,
+    "test_coverage::test_case": 22,
     "test_dependence::test_what_is_fetched_and_computed_again": 2,
     "test_embedding::test_training_equals_one_process": 2,
     "test_exactness::test_five_steps_of_training": 3,
@@ -52,6 +53,7 @@ EVERY = {
     "test_fused_attention::test_layers_equal_pyg": 2,
     "test_fused_attention::test_the_backward_pass_sees_the_same_mask": 2,
     "test_graphs::test_real_archives": 3,
+    "test_hand_written::test_products_equal_to_one_process": 2,
     "test_hetero::test_models_equal_one_process": 2,
     "test_hetero::test_relational_layers_equal_one_process": 2,
     "test_hetero_storage::test_real_graphs": 2,
@@ -74,7 +76,7 @@ EVERY = {
     "test_pool::test_readouts_are_exact": 4,
     "test_pushed_attention::test_layers_equal_pyg": 2,
     "test_random_layers::test_as_one_process_draws_and_as_any_number_of_workers": 6,
-    "test_random_messages::test_random_messages": 4,
+    "test_random_messages::test_random_messages": 8,
     "test_random_numbers::test_same_is_what_one_process_draws": 2,
     "test_recipes::test_each_recipe_on_workers": 2,
     "test_replicate::test_a_trainer_on_the_samples_of_all_replicas": 4,
@@ -109,14 +111,22 @@ LONG = {
 }
 
 
-AS_PARTS = {
-    "test_contract_state",
-    "test_contract_use",
-    "test_convert",
-    "test_message_norms",
-    "test_norm",
+OF_PROCESSES = {
+    "test_alignment",
+    "test_devices",
+    "test_loading",
+    "test_memory",
+    "test_metrics",
+    "test_outside",
+    "test_posts",
+    "test_random_messages",
+    "test_random_models",
+    "test_replaced_code",
+    "test_replicas",
+    "test_wire",
+    "test_workers_alike",
 }
-"""Files whose tests are about layers: every second one has its workers as parts of one process."""
+"""Files whose workers are processes in each test, which are about what these send or hold."""
 
 
 def everything() -> bool:

@@ -46,6 +46,7 @@ NOT_OF_PARTS = {
     "test_a_steady_call_runs_little_python": "counts the functions of the backends",
     "test_a_worker_that_computes_keeps_the_others_waiting": "a part waits for its turn",
     "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
+    "test_an_aggregation_over_all_targets_together": "what warns is the process's, not a part's",
     "test_as_many_rows_as_the_matching_says": COVER,
     "test_bytes_and_resident_rows": HALO,
     "test_bytes_by_the_law": COVER,

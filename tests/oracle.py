@@ -384,8 +384,8 @@ class Sweep:
 
         Args:
             backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
-                ``None``: every second of many jobs as parts, but with ``--all``, and where the way
-                between workers is given.
+                ``None``: every second of many jobs as parts, or few as :func:`workers` runs; but
+                workers with ``--all``, and where the way between them is given.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
@@ -397,6 +397,8 @@ class Sweep:
                 half = Sweep(self.world, self.jobs[first::2], self.expected[first::2])
                 half.check(backend, tolerance, timeout)
             return
+        if backend is None and not way and as_parts(os.environ.get("PYTEST_CURRENT_TEST", "")):
+            backend = "parts"
         odd = self.world % 2 == 1 and SWITCH not in os.environ
         jobs = self.tried()
         with apart() if network or (network is None and odd) else nullcontext():
@@ -438,7 +440,7 @@ def apart() -> Iterator[None]:
 def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """Runs ``fn`` on worker processes, which read each other's memory as on one host.
 
-    In every second test of some files they are parts that one process hosts.
+    In every second test of most files they are parts that one process hosts.
     """
     if as_parts(os.environ.get("PYTEST_CURRENT_TEST", "")):
         return pyg_sar.launch(fn, 1, *args, parts=world, timeout=60.0)
@@ -451,13 +453,14 @@ def processes(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
 
 def as_parts(test: str) -> bool:
-    """Whether the workers of a test are parts: of every second one of some files.
+    """Whether the workers of a test are parts: of every second one, but of files about processes.
 
     Not with ``--all``, nor where it is said how they run.
     """
     file, _, name = test.partition(" ")[0].rpartition("/")[2].partition("::")
     said = SWITCH in os.environ or "workers" in name or not_of_parts(file, name.partition("[")[0])
-    alternate = file.removesuffix(".py") in combinations.AS_PARTS and crc32(name.encode()) % 2
+    alternate = file.removesuffix(".py") not in combinations.OF_PROCESSES
+    alternate &= bool(crc32(name.encode()) % 2)
     return bool(alternate and not said and not everything())
 
 

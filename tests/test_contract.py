@@ -370,7 +370,7 @@ def test_cases(group: str, graph: Data, root: Path):
     """Half of those of rule 3 by parts; with ``--all`` by worker processes, as all others."""
     hosted = group in ("rule_3-1", "rule_3-3") and not everything()
     cases = {
-        name: replace(case, policies=some(case.policies, name, min(2, len(case.policies))))
+        name: replace(case, policies=some(case.policies, name, len(case.policies)))
         for name, case in GROUPS[group].items()
     }
     check(cases, graph, root, parts if hosted else workers)

@@ -240,7 +240,7 @@ def test_models_equal_one_process(world, tmp_path):
     root = tmp_path / "parts"
     pyg_sar.write_partitions(data, world, root, random_parts(data, world))
     jobs = models()
-    check({name: jobs[name] for name in some(list(jobs), f"{world}", 2)}, world, MODES, root, data)
+    check({name: jobs[name] for name in some(list(jobs), f"{world}", 3)}, world, MODES, root, data)
 
 
 # Relations as edge types ######################################################

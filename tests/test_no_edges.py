@@ -254,7 +254,7 @@ def test_gradients_are_there_where_one_process_has_them(some_edges: bool, tmp_pa
     right = [stepped(copy.deepcopy(model), data) for model in every]
     root = Partitions(tmp_path)(data, 2, "contiguous")
     hosted = cases(len(every), f"{some_edges}")
-    first = [(k, 1) for k in range(len(every))]
+    first = [(k, 1) for k in some(range(len(every)), f"{some_edges} first", 2)]
     for chosen, found in (
         (hosted, parts(trained, 2, root, every, hosted)),
         (first, pyg_sar.launch(trained, 2, root, every, first)),

@@ -233,7 +233,7 @@ def test_workers_of_replicas_host_parts(number, stores, samples, folders, tmp_pa
     """Two replicas of four parts, on one or two workers each."""
     options: Any = {"parts": 4, "replicas": 2, "timeout": 60.0}
     stored: Any = {"store": tmp_path, "memory": "1GiB"} if stores else {}
-    runs = some(RUNS, str(number), 2)
+    runs = some(RUNS, str(number))
     workers = pyg_sar.launch(train, number, folders(4), runs, **options, **stored)
     assert_trained(workers, 2, samples, runs)
     if number == 2:

@@ -309,7 +309,7 @@ def of_layers(root: Any, chosen: list[tuple[str, SARPolicy, int]]) -> list[Any]:
 
 @pytest.mark.parametrize(("start", "world"), [(workers, 3), (parts, 4)])
 def test_layers_have_derivatives_of_derivatives_in_modes_1_and_2(start, world, tmp_path):
-    data, names = make_graph(), some(list(EVERY), start.__name__, 4)
+    data, names = make_graph(), some(list(EVERY), start.__name__, 6)
     fixed = *ALWAYS, *NEED_MODE_3, "gcn, learned weights"  # whose empty lists torch.cat joins
     fixed = fixed if start is parts or everything() else ()
     names = [*names, *(name for name in fixed if name not in names)]

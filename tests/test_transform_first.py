@@ -298,15 +298,16 @@ def test_a_square_map_goes_first_and_keeps_no_sums(root: Path) -> None:
 def test_every_layer_takes_less(root: Path) -> None:
     """By the difference of the widths, for each sum and halo row, in both passes."""
     policies = SARPolicy(push="off"), SARPolicy(push="off", transform_first=False)
+    layers = {name: LAYERS[name] for name in some(list(LAYERS), "takes less", 2)}
     runs = [
         Run(make().double(), policy, True, learned, constants)
-        for make, learned, constants, _ in LAYERS.values()
+        for make, learned, constants, _ in layers.values()
         for policy in policies
     ]
     for results, halo, sends in counted(root, runs):
         pairs = zip(results[::2], results[1::2], strict=True)
         for (name, case), ((mine, taken), (theirs, not_taken)) in zip(
-            LAYERS.items(), pairs, strict=True
+            layers.items(), pairs, strict=True
         ):
             assert taken and not not_taken, name
             narrow = 3 if name in ("gin", "gin, mlp") else NARROW
