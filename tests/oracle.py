@@ -506,7 +506,12 @@ def ended(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
-    """Runs ``fn`` on as many worker processes, then for as many parts that this process hosts."""
+    """With ``--all`` runs ``fn`` on worker processes, then for as many parts of this process.
+
+    Else as :func:`workers` does.
+    """
+    if not everything():
+        return workers(fn, number, *args)
     return [*processes(fn, number, *args), *parts(fn, number, *args)]
 
 

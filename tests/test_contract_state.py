@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import everything, some
+from combinations import some
 from contract_case import WORLD, Case, Nonlinear, check, gradients, leaf, made, one_step
 from oracle import (
     ALL_POLICIES,
@@ -381,8 +381,7 @@ def test_rule_4_attributes_are_those_of_the_forward_pass(mode: int, graph: Data,
         return changed_before_backward(pyg_sar.load_partition(root), ready)
 
     expected = changed_before_backward(graph, lambda layer: layer)
-    start = both if everything() else workers if mode == 1 else parts
-    for found in start(worker, WORLD):
+    for found in both(worker, WORLD):
         wrong = {name: max(map(error, numbers, expected[name])) for name, numbers in found.items()}
         assert_small(wrong, TOLERANCE, f"mode {mode}")
 

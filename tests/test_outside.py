@@ -470,11 +470,12 @@ def root(graph: Data, partitions: Partitions) -> Path:
 
 
 def places(how: str) -> list[str]:
-    """Every second one reads other rows, the others scale them; with ``--all`` each does both."""
-    if how == "between":
-        return list(PLACES)
-    start = ("reads", "scales").index(how) if how in ("reads", "scales") else None
-    return list(PLACES) if start is None or everything() else list(PLACES)[start::2]
+    """Every second one mixes edges or reads other rows; the others scale them, or are put between.
+
+    With ``--all`` each does all.
+    """
+    others = how in ("scales", "between")
+    return list(PLACES) if everything() else list(PLACES)[others::2]
 
 
 def all_trained(root: Path, how: str) -> list[list[Tensor] | str]:
@@ -487,7 +488,8 @@ def test_a_switch_far_away(how: str, graph: Data, root: Path) -> None:
     """It is refused, or the numbers are right: attributes are put back for the backward pass."""
     refused = {"mixes": "each worker's own edges", "between": "differently|was written"}
     for every in workers(all_trained, 2, root, how):
-        assert how in ("reads", "scales") or sum(isinstance(found, str) for found in every) > 30
+        many = 2 * sum(isinstance(found, str) for found in every) >= len(every) - 1
+        assert many or how in ("reads", "scales")
         for name, found in zip(places(how), every, strict=True):
             if isinstance(found, str):
                 assert re.search(refused.get(how, "no"), found), (name, found)
