@@ -37,8 +37,9 @@ EVERY = {
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
     "test_bounded_partitioning::test_kernels_decide_as_plain_loops_do": 2,
+    "test_calls::test_a_steady_call_runs_little_python": 2,
     "test_changed_layers::test_a_changed_layer_is_right_or_refused": 2,
-    "test_cli::test_own_models_and_metrics_are_those_of_one_process": 2,
+    "test_cli::test_own_models_and_metrics_are_those_of_one_process": 3,
     "test_compiled::test_functions_compile_once_for_all_sizes": 2,
     "test_compiled::test_layers_compile_as_pygs": 3,
     "test_compiled::test_models_of_workers_stay_as_they_are": 2,
@@ -84,6 +85,7 @@ EVERY = {
     "test_replicate::test_replicas_train_as_one_process_that_averages": 3,
     "test_results::test_loss_curve_and_accuracy_of_plain_pyg": 3,
     "test_scatter::test_training_on_many_graphs_equals_one_process": 3,
+    "test_shared_memory::test_layers_are_exact": 3,
     "test_transform_first::test_exact": 2,
     "test_workers_alike::test_plain_tensors_that_differ": 2,
 }

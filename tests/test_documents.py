@@ -39,14 +39,15 @@ def snippets(document: str) -> list[str]:
 
 
 def test_the_first_snippet_is_a_whole_script_and_runs_twice(tmp_path, monkeypatch, capfd):
-    (tmp_path / "first.py").write_text(snippets("README.md")[0])
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):
+    for epochs, least in ((1, 0.0), (50, 0.8)):
+        script = snippets("README.md")[0].replace("range(50)", f"range({epochs})")
+        (tmp_path / "first.py").write_text(script)
         runpy.run_path("first.py", run_name="__main__")
         out, errors = capfd.readouterr()
         assert "Warning" not in errors, errors
         found = re.fullmatch(r"test accuracy (\d\.\d+)\n", out)
-        assert found is not None and float(found[1]) > 0.8, out  # By chance: 1 of 8.
+        assert found is not None and float(found[1]) > least, out  # By chance: 1 of 8.
 
 
 class MyModel(torch.nn.Module):

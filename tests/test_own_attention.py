@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from combinations import some
+from combinations import everything, some
 from oracle import CHANNELS, Partitions, parts, whole, workers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -369,10 +369,11 @@ def compare(kinds: Collection[type[Base]], graph: Data, found: list[list[Tensor]
 
 @pytest.mark.parametrize("mode", [1, 2])
 def test_attention_by_kernels(kernels: None, mode: int, root: Path, graph: Data) -> None:
+    kinds = KNOWN if everything() else KNOWN[mode - 1 :: 2]
     with counted() as calls:
-        for found in parts(here, 3, KNOWN, root, pyg_sar.SARPolicy(mode=mode)):
-            compare(KNOWN, graph, found)
-    for kind in KNOWN:
+        for found in parts(here, 3, kinds, root, pyg_sar.SARPolicy(mode=mode)):
+            compare(kinds, graph, found)
+    for kind in kinds:
         assert [calls.count((kind.__name__, grad)) for grad in (True, False)] == [6, 3], kind
 
 

@@ -46,7 +46,7 @@ from pyg_sar import SARPolicy
 
 TOLERANCE = 1e-8  # some draws are badly conditioned: a variance of two nearly equal numbers
 LEAST = 1e-3  # gradients are of the order of 1; those that cancel are rounding noise
-ORDINARY = 25
+ORDINARY = 15
 LAYERS = {
     f"{name}, {option}": case
     for kind in ("conv", "aggr", "norm")
