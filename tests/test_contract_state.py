@@ -357,10 +357,12 @@ WRITTEN: dict[str, Callable[[Any], None]] = {
 AGGREGATIONS = "sum", "std", "median"
 
 
-def changed_before_backward(data: Data, ready: Callable[[Any], Any]) -> dict[str, list[Any]]:
+def changed_before_backward(
+    data: Data, ready: Callable[[Any], Any], mode: int
+) -> dict[str, list[Any]]:
     """Outputs and gradients where an attribute is another by the backward pass, and a call more."""
     found = {}
-    for aggr, (name, change) in some([*product(AGGREGATIONS, CHANGES.items())], "", 3):
+    for aggr, (name, change) in some([*product(AGGREGATIONS, CHANGES.items())], f"{mode}", 5):
         torch.manual_seed(0)
         layer, x = ready(Modes(aggr).double()), leaf(data)
         given, out = list(layer.parameters()), layer(x, data.edge_index)
@@ -378,9 +380,9 @@ def changed_before_backward(data: Data, ready: Callable[[Any], Any]) -> dict[str
 def test_rule_4_attributes_are_those_of_the_forward_pass(mode: int, graph: Data, root: Path):
     def worker() -> Any:
         ready = partial(pyg_sar.distribute, policy=SARPolicy(mode=mode))
-        return changed_before_backward(pyg_sar.load_partition(root), ready)
+        return changed_before_backward(pyg_sar.load_partition(root), ready, mode)
 
-    expected = changed_before_backward(graph, lambda layer: layer)
+    expected = changed_before_backward(graph, lambda layer: layer, mode)
     for found in both(worker, WORLD):
         wrong = {name: max(map(error, numbers, expected[name])) for name, numbers in found.items()}
         assert_small(wrong, TOLERANCE, f"mode {mode}")
