@@ -506,12 +506,7 @@ def ended(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def both(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
-    """With ``--all`` runs ``fn`` on worker processes, then for as many parts of this process.
-
-    Else as :func:`workers` does.
-    """
-    if not everything():
-        return workers(fn, number, *args)
+    """Runs ``fn`` on as many worker processes, then for as many parts that this process hosts."""
     return [*processes(fn, number, *args), *parts(fn, number, *args)]
 
 
