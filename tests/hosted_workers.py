@@ -48,6 +48,7 @@ NOT_OF_PARTS = {
     "test_a_steady_call_runs_little_python": "counts the functions of the backends",
     "test_a_worker_that_computes_keeps_the_others_waiting": "a part waits for its turn",
     "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
+    "test_a_signal_to_one_worker_saves_and_ends_all": "signals come to the thread of a process",
     "test_as_many_rows_as_the_matching_says": COVER,
     "test_bytes_and_resident_rows": HALO,
     "test_bytes_by_the_law": COVER,
@@ -72,6 +73,7 @@ NOT_OF_PARTS = {
     "test_under_torchrun_rank_0_speaks_and_the_curve_is_the_same": "the command starts workers",
     "test_what_is_made_on_the_way_is_where_the_data_is": "hosted parts compute on the CPU",
     "test_who_pushes": COVER,
+    "test_wrong_world_size": "its errors name workers",
 }
 
 
