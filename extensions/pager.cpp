@@ -150,7 +150,6 @@ void Pager::place(Region& r, State state) {
   queue(r).erase(r.stamp);
   clean_ += (state == State::kClean ? r.bytes : 0) - (r.state == State::kClean ? r.bytes : 0);
   r.state = state;
-  r.unseen = false;
   queue(r).emplace(r.stamp, &r);
 }
 

@@ -236,7 +236,7 @@ bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
       changed_.wait(lock);
       continue;
     }
-    if (r.unseen) {
+    if (r.unseen && r.state == State::kClean) {
       if (!see(r)) return false;
       if (access == Access::kUnknown) return true;
     }
