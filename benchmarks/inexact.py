@@ -72,12 +72,14 @@ def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> l
 
 def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None:
     """Draws errors and accuracies against bytes."""
+    from matplotlib.colors import TABLEAU_COLORS
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
+    colors = [*TABLEAU_COLORS, "black"]
     for number, (name, share, error, accuracy, spread) in enumerate(rows):
-        style = {"color": f"C{number}", "marker": "s" if "every" in name else "o"}
+        style = {"color": colors[number], "marker": "s" if "every" in name else "o"}
         if error > 0:
             above.loglog(share, error, **style)
         below.errorbar(share, accuracy, spread, capsize=3, label=name, linestyle="", **style)

@@ -205,7 +205,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def plot(ratio: dict[Any, tuple[float, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     widths = sorted({width for _, width, _ in ratio})
     kinds = sorted({(direction, weighted) for direction, _, weighted in ratio})
@@ -213,13 +213,14 @@ def plot(ratio: dict[Any, tuple[float, float]], path: Path) -> None:
         places = [n + 0.2 * (k - len(kinds) / 2 + 0.5) for n in range(len(widths))]
         label = f"{direction}, {'weighted' if weighted else 'plain'}"
         axes.bar(places, [ratio[direction, w, weighted][1] for w in widths], 0.18, label=label)
-    for n, width in enumerate(widths):
-        if width in TARGETS:
-            axes.hlines(TARGETS[width], n - 0.45, n + 0.45, colors="black", linestyles="dashed")
+    goals = [
+        (TARGETS[width], n - 0.4, n + 0.4) for n, width in enumerate(widths) if width in TARGETS
+    ]
+    axes.hlines(*zip(*goals, strict=True), colors="black", linestyles="dashed", label="goal")
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
-    axes.set_xlabel("width (dashed: the goal)")
-    axes.set_ylabel("speed, torch.sparse CSR = 1")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4)
+    axes.set_xlabel("width")
+    axes.set_ylabel("speed (processor time),\ntorch.sparse CSR = 1")
+    figure.legend(loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=110)
 
 

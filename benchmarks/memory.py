@@ -264,11 +264,13 @@ def plot(found: Found, path: Path) -> None:
                 continue
             counts = sorted(by_workers)
             peaks = [by_workers[w].peak / 2**20 for w in counts]
-            color = f"C{list(POLICIES).index(mode)}"
-            axes.plot(counts, peaks, marker="o", color=color, label=f"mode {mode}")
+            number = list(POLICIES).index(mode)
+            # Markers of lines below are larger, so that equal peaks are seen.
+            style = {"color": f"C{number}", "marker": "osD^"[number], "markersize": 12 - 3 * number}
+            axes.plot(counts, peaks, label=f"mode {mode}", **style)
             laws = [by_workers[w].law / 2**20 for w in counts]
             if mode == "1, prefetch 1":
-                axes.plot(counts, laws, color=color, linestyle=":", label="expected")
+                axes.plot(counts, laws, color="C4", linestyle=":", label="expected")
                 ideal = [peaks[0] * counts[0] / w for w in counts]
                 axes.plot(counts, ideal, color="black", linestyle="--", label="1/W")
         axes.set_xscale("log", base=2)

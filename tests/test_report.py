@@ -107,14 +107,28 @@ def test_the_picture_shows_epochs_times_memory_and_kinds(tmp_path, monkeypatch):
     }
     assert [list(line.get_xdata()) for line in traffic.lines] == [[1, 2], [2]]
     drawn[0].draw_without_rendering()
-    for axes in (loss, scores, seconds, traffic, kinds):
-        assert all(tick == int(tick) for tick in axes.get_xticks())
     for axes in drawn[0].axes:
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+        assert len({curve.get_linestyle() for curve in axes.lines}) == len(axes.lines)
         legend = axes.get_legend()
         assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
         assert axes.get_ylabel() and axes.get_xlabel()
         assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
-    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
+    for axes in drawn[0].axes[2:]:
+        assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] >= 1.05 * axes.dataLim.y1
+
+
+def test_the_picture_of_many_ranks_names_some_and_every_color_differs(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    monkeypatch.setattr(report, "replace_file", lambda path, write: write(path))
+    many = line(1, seconds=0.5, sent_bytes=[2**20] * 40)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(many) + "\n")
+    draw_report(tmp_path)
+    traffic = drawn[0].axes[4]
+    assert len({curve.get_color() for curve in traffic.lines}) == 40
+    names = [text.get_text() for text in traffic.get_legend().get_texts()]
+    assert names == [f"rank {rank}" for rank in range(0, 40, 4)]
 
 
 def test_files_of_others_are_kept(tmp_path):

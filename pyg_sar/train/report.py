@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 import shlex
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -289,11 +291,13 @@ def draw_report(folder: str | os.PathLike[str]) -> Path | None:
     kinds.set(title="Bytes sent per epoch, by kind", ylabel="MiB")
     for axes in (loss, scores, seconds, traffic, kinds):
         axes.set_xlabel("epoch")
+        for line, place in zip(axes.lines, cycle(range(4)), strict=False):
+            # Equal curves are both seen; one epoch is a point, which a line alone doesn't show.
+            line.set(linestyle=("-", "--", "-.", ":")[place], zorder=2 + place, marker=".")
+    for axes in figure.axes:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        for line in axes.lines:
-            line.set_marker(".")  # One epoch is a point, which a line alone doesn't show.
     for axes in (seconds, memory, traffic, kinds):
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     for axes in (loss, scores, memory, traffic, kinds):
         legend_below(axes)
     path = Path(folder) / _PICTURE
@@ -324,6 +328,8 @@ def _draw_scores(loss: Any, scores: Any, metrics: list[dict[str, Any]]) -> None:
 
 
 def _draw_bytes(memory: Any, traffic: Any, kinds: Any, metrics: list[dict[str, Any]]) -> None:
+    from matplotlib import colormaps
+
     if not metrics:
         return
     last = metrics[-1]
@@ -331,12 +337,15 @@ def _draw_bytes(memory: Any, traffic: Any, kinds: Any, metrics: list[dict[str, A
     beyond = [max(b - a, 0.0) for a, b in zip(start, peak, strict=True)]
     memory.bar(range(len(peak)), start, label="at the start", color="tab:gray")
     memory.bar(range(len(peak)), beyond, bottom=start, label="growth since the start")
-    memory.set_xticks(range(len(peak)))
-    for rank in range(len(last["sent_bytes"])):
+    ranks = len(last["sent_bytes"])
+    every = math.ceil(ranks / 12)  # All colors differ; the legend names twelve of them at most.
+    for rank in range(ranks):
         # A run that was resumed may have had fewer parts before.
         lines = [line for line in metrics if rank < len(line["sent_bytes"])]
         sent = [line["sent_bytes"][rank] / 2**20 for line in lines]
-        traffic.plot([line["epoch"] for line in lines], sent, label=f"rank {rank}")
+        label = None if rank % every else f"rank {rank}"
+        color = colormaps["turbo"](0.1 + 0.8 * rank / ranks)
+        traffic.plot([line["epoch"] for line in lines], sent, color=color, label=label)
     for kind in _KINDS:
         sent = [line["sent_by_kind"][kind] / 2**20 for line in metrics]
         if any(sent):
