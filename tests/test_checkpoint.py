@@ -316,6 +316,43 @@ def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
     assert trainer.epoch == 0
 
 
+def test_files_of_other_runs_are_not_replaced(tmp_path):
+    path = tmp_path / "c"
+
+    def run(epochs: int, *others: Callback, **options: Any) -> Trainer:
+        config = replace(CONFIG, epochs=epochs, restore_best=False)
+        return make_trainer(config, callbacks=[*others, CheckpointEvery(path, every=2, **options)])
+
+    class OtherRun(Callback):
+        def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+            if record.epoch == 5:
+                save_checkpoint(path, make_model())
+
+    refused = pytest.raises(CheckpointError, match=r"/c': the file is there, of another run; go on")
+    path.write_text("mine")
+    with refused:
+        run(2).fit()
+    assert path.read_text() == "mine"
+    path.unlink()
+    trainer = run(4)
+    trainer.fit()
+    trainer.config = replace(trainer.config, epochs=5)
+    trainer.fit()  # Its own file.
+    before = path.read_bytes()
+    with refused:
+        run(6).fit()
+    assert path.read_bytes() == before
+    resumed = run(8, OtherRun())
+    resumed.resume(path)
+    path.write_bytes(before)  # The same content may lie in another file.
+    resumed.fit()
+    with refused:
+        run(6, OtherRun(), overwrite=True).fit()  # Two runs at once: the second one says it.
+    assert load_checkpoint(path).state == {}
+    path.unlink()
+    run(2).fit()
+
+
 # Several workers #############################################################
 
 KILLED_AT = 7

@@ -447,11 +447,14 @@ def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd, 
     assert cli.main([*train, "--epochs", "5"]) == 0
     assert "resumed" not in capfd.readouterr().err
     before = checkpoint.read_bytes()
-    other.write_bytes(before)
-    for more in ([], ["--resume", str(other)]):
-        error = usage_error(capfd, *train, "--epochs", "3", *more)
-        assert "would replace it; go on from it (--resume)" in error and "--overwrite" in error
-        assert checkpoint.read_bytes() == before
+    assert cli.main([*train, "--epochs", "2", "--checkpoint", str(other)]) == 0
+    capfd.readouterr()
+    report = ["--report", str(tmp_path / "report")]
+    for more in ([], ["--resume", str(other)], report, report):
+        assert cli.main([*train, "--epochs", "3", *more]) == cli.EXIT_USAGE
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert "of another run; go on from it (trainer.resume, --resume)" in error
+        assert "--overwrite" in error and checkpoint.read_bytes() == before
     for more in (["--resume"], ["--auto-resume"], ["--auto-resume", "--resume", "none"]):
         checkpoint.write_bytes(before)
         assert cli.main([*train, "--epochs", "6", *more]) == 0

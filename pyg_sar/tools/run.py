@@ -208,12 +208,10 @@ def over_seeds(results: Sequence[TrainResult], first: int) -> dict[str, Any]:
 
 
 def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -> Trainer:
-    path = comm.broadcast_object(_checkpoint_to_resume(config) if comm.rank == 0 else None)
-    if path == "":
-        raise UsageError(
-            f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
-            "go on from it (--resume), give another file, or replace it (--overwrite)"
-        )
+    path = config.resume
+    if config.auto_resume and config.checkpoint is not None:
+        there = comm.broadcast_object(os.path.lexists(config.checkpoint))  # Rank 0 writes it.
+        path = config.checkpoint if there else path
     data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
@@ -253,21 +251,6 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     if path is not None:
         _resume(trainer, path, config)
     return trainer
-
-
-def _checkpoint_to_resume(config: RunConfig) -> str | None:
-    """Returns where the run goes on from; ``""``: it would replace a file without being told to.
-
-    Rank 0 writes the file, so rank 0 knows whether there is one.
-    """
-    if config.checkpoint is None or not os.path.lexists(config.checkpoint):
-        return config.resume
-    if config.auto_resume:
-        return config.checkpoint
-    named = config.resume is not None
-    if named and os.path.realpath(str(config.resume)) == os.path.realpath(config.checkpoint):
-        return config.resume
-    return config.resume if config.overwrite else ""
 
 
 def use_features(data: Data, *, own: bool) -> None:
@@ -440,6 +423,7 @@ def _callbacks(
         if stock is not None:
             extra["pyg"] = asdict(stock)
         extra |= {"labels": config.labels, "split": config.train.split}
+        extra["overwrite"] = config.overwrite
         every = config.checkpoint_every
         callbacks.append(CheckpointEvery(config.checkpoint, every, stop, **extra))
     return callbacks

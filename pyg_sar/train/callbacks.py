@@ -16,6 +16,7 @@ from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import CheckpointError, StoppedError
 from pyg_sar.files import check_whole, spoken_bytes
 from pyg_sar.store.part_store import PartStore
+from pyg_sar.train.checkpoint import checksum_in
 from pyg_sar.train.config import EpochRecord, Scores, TrainResult
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -179,11 +180,13 @@ class CheckpointEvery(Callback):
         path: The file; each checkpoint replaces the one before in one step.
         every: Epochs between checkpoints.
         stop: Says whether the signal came; made, and entered, in the main thread.
+        overwrite: Replace a file that is there when the training starts.
         extra: Further values that JSON can hold, kept in the checkpoint.
 
     Raises:
         CheckpointError: On every worker, when the training starts and the file's folder is missing
-            or can't be written, or when a checkpoint can't be.
+            or can't be written, or when a checkpoint can't be; where the file is neither this
+            training's nor what it was resumed from: another run wrote it, before or meanwhile.
         StoppedError: On every worker, after that checkpoint.
         ValueError: When ``every`` is less than 1.
     """
@@ -193,6 +196,8 @@ class CheckpointEvery(Callback):
         path: str | os.PathLike[str],
         every: int = 1,
         stop: SignalNotice | None = None,
+        *,
+        overwrite: bool = False,
         **extra: object,
     ) -> None:
         check_whole("every", every)
@@ -201,17 +206,15 @@ class CheckpointEvery(Callback):
         self.path = path
         self.every = every
         self.stop = stop
+        self.overwrite = overwrite
         self.extra = extra
         self._saved = -1
+        self._written: str | None = None
 
-    def on_start(self, trainer: Trainer) -> None:
-        folder = os.path.dirname(os.path.abspath(self.path))
-        missing = trainer.comm.writes and not os.access(folder, os.W_OK | os.X_OK)
-        if any(trainer.comm.from_everyone(missing)):
-            raise CheckpointError(
-                f"Cannot write the checkpoint {os.fspath(self.path)!r}: there is no folder "
-                f"{folder!r} where rank 0 may write; make it, or choose another one"
-            )
+    def on_check(self, trainer: Trainer) -> None:
+        if self.overwrite:
+            self._written = checksum_in(self.path)
+        self._check_file(trainer)
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         stopped = self.stop is not None and any(trainer.comm.from_everyone(self.stop.came))
@@ -228,8 +231,22 @@ class CheckpointEvery(Callback):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
+        self._check_file(trainer)
         trainer.save(self.path, **self.extra)
-        self._saved = trainer.epoch
+        self._saved, self._written = trainer.epoch, checksum_in(self.path)
+
+    def _check_file(self, trainer: Trainer) -> None:
+        """Raises on every worker where rank 0 can't write, or would replace another run's file."""
+        problem, folder = "", os.path.dirname(os.path.abspath(self.path))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = f"there is no folder {folder!r} where rank 0 may write; make it, or choose "
+            problem += "another one"
+        elif checksum_in(self.path) not in (None, self._written, trainer.resumed):
+            problem = "the file is there, of another run; go on from it (trainer.resume, --resume)"
+            problem += ", give another file, or replace it (overwrite=True, --overwrite)"
+        problem = trainer.comm.from_everyone(problem)[0]
+        if problem:
+            raise CheckpointError(f"Cannot write the checkpoint {os.fspath(self.path)!r}: {problem}")
 
 
 def _figures(loss: float, scores: Scores | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -193,6 +193,17 @@ def inspect_checkpoint(
         content.tensors = {}
     _check_same_file(comm, path, content.header["sha256"])
     return _described(content)
+
+
+def checksum_in(path: str | os.PathLike[str]) -> str | None:
+    """Returns the checksum that a checkpoint names; ``""`` for another file, ``None`` for none."""
+    if not os.path.lexists(path):
+        return None
+    with suppress(SafetensorError, OSError, ValueError, TypeError, LookupError):
+        if os.path.isfile(path):
+            with safe_open(path, framework="pt") as file:
+                return str(json.loads(file.metadata()[_HEADER])["sha256"])
+    return ""
 
 
 def _described(content: _Content) -> Checkpoint:

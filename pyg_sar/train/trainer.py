@@ -30,6 +30,7 @@ from pyg_sar.reduction.parameters import check_replicas, check_settings, copy_fr
 from pyg_sar.train.arguments import as_list, check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
+    checksum_in,
     inspect_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -64,6 +65,9 @@ class Callback:
 
     A subclass may communicate as long as it does so on every worker.
     """
+
+    def on_check(self, trainer: Trainer) -> None:
+        """Is called before any ``on_start``: raises what forbids a training, on every worker."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Is called before the first epoch of a :meth:`Trainer.fit`."""
@@ -184,6 +188,7 @@ class Trainer:
         self.best: Scores | None = None
         self.final: Scores | None = None
         self.best_state: dict[str, Tensor] = {}
+        self.resumed: str | None = None  # The checksum of the file that it goes on from.
         self._waited, self._restored = 0, False
         self._digests: list[dict[str, Any]] = []
         self.rows = Evaluation(
@@ -257,6 +262,8 @@ class Trainer:
         if self.flow is not None:
             self._show(None if self.labels is None else self.labels.mask)
             check_flow(self.model, self.data, self.flow, forward=self.forward)
+        for callback in self.callbacks:
+            callback.on_check(self)
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -470,6 +477,7 @@ class Trainer:
                 graph (nodes, edges, labels or splits) to train or to evaluate on, or other
                 settings.
         """
+        resumed = checksum_in(path)  # At first: another run may replace the file meanwhile.
         # The settings are compared first, by a pass that changes nothing.
         first = inspect_checkpoint(path, self.comm)
         state, name, now = first.state, os.fspath(path), self._settings()
@@ -490,7 +498,7 @@ class Trainer:
         self.best_state = {
             name.removeprefix("best/"): tensor for name, tensor in checkpoint.tensors.items()
         }
-        self._waited = state["waited"]
+        self._waited, self.resumed = state["waited"], resumed
         return checkpoint
 
     def _schedule_state(self) -> list[Any]:
