@@ -246,7 +246,9 @@ class CheckpointEvery(Callback):
             problem += ", give another file, or replace it (overwrite=True, --overwrite)"
         problem = trainer.comm.from_everyone(problem)[0]
         if problem:
-            raise CheckpointError(f"Cannot write the checkpoint {os.fspath(self.path)!r}: {problem}")
+            raise CheckpointError(
+                f"Cannot write the checkpoint {os.fspath(self.path)!r}: {problem}"
+            )
 
 
 def _figures(loss: float, scores: Scores | None) -> dict[str, str]:
