@@ -417,7 +417,7 @@ class Mine(nn.Module):
 
 def trained(model: nn.Module, path: Path, epochs: int = 3, /, **extra: Any) -> pyg_sar.Trainer:
     config = pyg_sar.train.TrainConfig(epochs=epochs, lr=0.1, restore_best=False)
-    callbacks = [CheckpointEvery(path, epochs, **extra)]
+    callbacks = [CheckpointEvery(path, epochs, overwrite=True, **extra)]
     trainer = pyg_sar.Trainer(model, small_graph(), config, callbacks=callbacks)
     trainer.fit()
     return trainer
