@@ -640,18 +640,102 @@ def test_dropout_of_unlike_generators_is_an_error(tmp_path: Path) -> None:
         pyg_sar.launch(lambda: drop(pyg_sar.comm.current().rank, 0.5), 2)
 
 
-def test_what_is_as_long_as_the_nodes_is_refused_with_a_remedy(tmp_path: Path) -> None:
-    """As many edges as nodes, in another order; and nodes along another axis."""
-    ring = torch.stack([torch.arange(NODES), torch.arange(NODES).roll(3)])
-    data = Data(x=make_graph().x, edge_index=ring, edge_weight=torch.rand(NODES, dtype=DOUBLE))
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+class Weighed(MessagePassing):
+    """The reader's own layer, whose messages, or sums, are weighed."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__(aggr="sum")
+        self.lin, self.late = torch.nn.Linear(6, 3), late
+
+    def forward(self, x: Tensor, edge_index: Tensor, w: Tensor) -> Tensor:
+        given = {"v": w, "w": w.detach()} if self.late else {"w": w, "v": w.detach()}
+        out: Tensor = self.propagate(edge_index, x=self.lin(x), **given)
+        return out
+
+    def message(self, x_j: Tensor, w: Tensor) -> Tensor:
+        return x_j if self.late else x_j * w.view(-1, 1)
+
+    def aggregate(self, inputs: Tensor, index: Tensor, v: Tensor, dim_size: int) -> Tensor:
+        found: Tensor = super().aggregate(inputs * v.view(-1, 1), index, dim_size=dim_size)
+        return found
+
+
+SELECTED = torch.arange(NODES)[torch.arange(NODES) != 5].flip(0)
+AS_MANY: dict[str, Callable[[Any, Callable[[Any], Any]], Tensor]] = {
+    "weights of edges": lambda v, c: c(gnn.GraphConv(6, 3))(v.x, v.edge_index, v.edge_weight),
+    "weights of nodes": lambda v, c: c(gnn.GraphConv(6, 3))(v.x, v.edge_index, v.x[:, 0]),
+    "weights of both": lambda v, c: c(gnn.GCNConv(6, 3))(
+        v.x, v.edge_index, v.x[:, 0].abs() + v.edge_weight
+    ),
+    "attributes of nodes": lambda v, c: c(gnn.GATConv(6, 3, edge_dim=6))(v.x, v.edge_index, v.x),
+    "x of edges": lambda v, c: c(gnn.SAGEConv(6, 3))(v.edge_attr, v.edge_index),
+    "a second x of edges": lambda v, c: c(gnn.GCN2Conv(6, 0.5, 1.0, 1))(
+        v.x, v.edge_attr, v.edge_index
+    ),
+    "two x": lambda v, c: c(gnn.GCN2Conv(6, 0.5, 1.0, 1))(v.x, v.x.sin(), v.edge_index),
+    "sorted edges": lambda v, c: c(gnn.GraphConv(6, 3))(
+        v.x, *sort_edge_index(v.edge_index, v.edge_weight)
+    ),
+    "a subgraph by ids": lambda v, c: (lambda s: c(gnn.GCNConv(6, 3))(
+        s.x, s.edge_index, s.edge_weight
+    ))(v.subgraph(SELECTED)),
+    "an own layer, of edges": lambda v, c: c(Weighed(False))(v.x, v.edge_index, v.edge_weight),
+    "an own layer, of nodes": lambda v, c: c(Weighed(False))(v.x, v.edge_index, v.x[:, 0]),
+    "an own sum, of nodes": lambda v, c: c(Weighed(True))(v.x, v.edge_index, v.x[:, 0]),
+}  # fmt: skip
+
+
+def test_nodes_and_edges_that_are_as_many_are_told_apart(tmp_path: Path) -> None:
+    """Each node has one edge: parts have as many edges as nodes, in another order."""
+    draw = torch.Generator().manual_seed(0)
+    ends = torch.stack([torch.randperm(NODES, generator=draw), torch.arange(NODES)])
+    ends = ends[:, torch.randperm(NODES, generator=draw)]
+    graph = Data(
+        x=make_graph().x,
+        edge_index=ends,
+        edge_weight=torch.rand(NODES, dtype=DOUBLE, generator=draw),
+        edge_attr=torch.randn(NODES, 6, dtype=DOUBLE, generator=draw),
+    )
+    pyg_sar.write_partitions(graph, 3, tmp_path / "parts", "random")
+
+    def outcomes(data: Data, convert: Callable[[Any], Any]) -> list[list[Tensor]]:
+        found = []
+        for call in AS_MANY.values():
+            torch.manual_seed(1)
+            made: list[Any] = []
+
+            def converted(layer: Any, made: list[Any] = made) -> Any:
+                made.append(convert(layer.to(DOUBLE)))
+                return made[0]
+
+            out = call(data, converted)
+            out.square().sum().backward()
+            found.append([whole(out, "test").detach(), *gradients(made[0])])
+        return found
+
+    right = outcomes(graph, lambda layer: layer)
+    work = lambda: outcomes(pyg_sar.load_partition(tmp_path / "parts"), pyg_sar.distribute)  # noqa: E731
+    for found in parts(work, 3):
+        for name, one, other in zip(AS_MANY, right, found, strict=True):
+            torch.testing.assert_close(
+                other, one, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def test_of_selected_edges_as_well(tmp_path: Path) -> None:
+    def weights_of_nodes(data: Data, converted: Converted) -> Any:
+        edges = data.edge_index[:, torch.arange(90) < NODES]
+        return converted(gnn.GraphConv(6, 3))(data.x, edges, data.x[:, 0])
+
+    equal(tmp_path, weights_of_nodes)
+
+
+def test_nodes_along_another_axis_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
 
     def worker() -> None:
         data = pyg_sar.load_partition(tmp_path / "parts")
         layer = pyg_sar.distribute(gnn.GraphConv(6, 3).double())
-        edge_index, weight = sort_edge_index(data.edge_index, data.edge_weight)
-        with pytest.raises(DistributedIndexError, match="its nodes and its edges are as many"):
-            layer(data.x, edge_index, weight)
         layer.node_dim = 0
         with pytest.raises(DistributedIndexError, match=r"axis 0 .*pass x.movedim\(1, 0\)"):
             layer(torch.stack([data.x, data.x]), data.edge_index)

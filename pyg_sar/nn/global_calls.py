@@ -160,7 +160,9 @@ class _Call:
                 "other numbers)"
             )
         self.axis: int | None = None
-        of_edges = {rows.total for rows in own} - {rows.total for rows in ends}
+        of_edges, of_nodes = {rows.total for rows in own}, {rows.total for rows in ends}
+        self.many = of_edges & of_nodes  # Whose rows may be either.
+        of_edges -= of_nodes
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         axis = int(getattr(module, "node_dim", 0))
         aside = [t.rows.total in of_edges and t.axis != _axis_in(t, axis) for t in batches]
@@ -212,7 +214,7 @@ class _Call:
             if self.known and rows not in self.known:
                 same, why = [r for r in self.known if r.total == rows.total], ""
                 if len(same) > 1:  # Nodes that were loaded twice, and as many edges, say.
-                    why = ": its nodes and its edges are as many. Change edges before partitioning"
+                    why = ": its nodes and its edges are as many"
                     same = [r for r in same if r.same(rows)][:1]
                 if len(same) != 1:
                     raise DistributedIndexError(
@@ -558,9 +560,16 @@ class GlobalCalls:
                 _refuse_local(self, args, kwargs)
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
+            given = known or node_tensors(args, kwargs)
+            unsure = False
+            for tensor in given:
+                rows = tensor.rows
+                for end in rows.ends:
+                    if end.total == rows.total:
+                        unsure = unsure or _may_be_of_edges(rows, given)
             only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
             keeps = not _CACHES.isdisjoint(vars(self)) and _keeps_all_nodes(self)
-            if is_watched(self) or not only or keeps:
+            if is_watched(self) or not only or keeps or unsure:
                 with _taking_all_nodes(self):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
@@ -590,6 +599,16 @@ class GlobalCalls:
 def _axis_in(tensor: Tensor, axis: int) -> int:
     """Returns an axis, which may count from the end, as counted from the first."""
     return axis + tensor.dim() if axis < 0 else axis
+
+
+def _may_be_of_edges(edges: Rows, given: Iterable[NodeTensor]) -> bool:
+    """Returns whether it isn't sure which tensors have rows of nodes: ``edges`` are as many.
+
+    It is sure of one that is laid out as the nodes are. ``propagate`` tells the others apart by the
+    names by which messages read them.
+    """
+    others = [t.rows for t in given if t.edges is None and t.rows.total == edges.total]
+    return others not in ([], *([rows] for rows in edges.ends))
 
 
 def _keeps_all_nodes(layer: Any) -> bool:
@@ -681,7 +700,10 @@ class GlobalPropagation(DistMessagePassing):
         draws = None not in (self.policy.random, aggr) and not draws_nothing(aggr)
         if draws:
             warn_of_memory(f"{title_of(self)} draws random numbers for what its messages add up to")
-        if watched or draws or vars(self).get("_mixes_edges"):
+        mixes = vars(self).get("_mixes_edges") or (
+            call.many and self._takes_other_rows(call, kwargs)
+        )
+        if watched or draws or mixes:
             return self._on_whole_graph(edge_index, kwargs)
         if call.edges_aside:
             why = f"{title_of(self)} takes values of edges along another axis than the first"
@@ -707,6 +729,19 @@ class GlobalPropagation(DistMessagePassing):
             data = {name: kwargs.get(name, inspect.Parameter.empty) for name in asked}
             out = self.update(out, **self.inspector.collect_param_data("update", data))
         return cast(Tensor, out)
+
+    def _takes_other_rows(self, call: _Call, kwargs: dict[str, Any]) -> bool:
+        """Returns whether rows of nodes may stand for edges, or the other way round: they are as
+        many. On tensors of the whole graph each row then stands where PyG has it.
+        """
+        ends = {r for e in call.edges for r in (e.sources, e.targets)}
+        asked, unsure = asked_by(self, *_EDGE_METHODS), asked_by(self, "aggregate")
+        for name, value in kwargs.items():
+            fits = call.edge_rows if name in asked else () if name in unsure else ends
+            for tensor in node_tensors(value):
+                if tensor.rows.total in call.many and tensor.rows not in fits:
+                    return True
+        return False
 
     def _check_choice(self, choice: Choice) -> None:
         """Raises where an attribute is wanted that ``message`` sets, of a worker's edges.

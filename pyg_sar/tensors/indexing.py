@@ -159,6 +159,7 @@ def _selected_edges(source: NodeTensor, index: Tensor, chosen: Chosen) -> NodeTe
         return wrap(chosen.read(source.local, 1), chosen.rows, 1)
     out = wrap(source._local.index_select(1, _source(chosen.rows)), chosen.rows, 1)
     out.edges, out.make = edges, ids_of(source, lambda ids: chosen.read(ids, 1))
+    out.rows.ends = source.rows.ends
     return out
 
 
