@@ -22,10 +22,11 @@ from pyg_sar.comm.messages import RESUME
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import LostWorkerError, PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
+from pyg_sar.partition.attributes import MASKS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.demo import DemoConfig, run_demo
-from pyg_sar.tools.graphs import load_graph, names_in, settings_of
+from pyg_sar.tools.graphs import load_graph, names_in, number_columns, settings_of
 from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model, place_and_name
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
@@ -229,6 +230,13 @@ def _partition(arguments: argparse.Namespace) -> int:
     if arguments.parts < 1:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
     data = _graph(arguments)
+    if isinstance(data, Data) and data.get("x") is None:
+        known = ("id", "y", "batch", "node_name", *MASKS)
+        left = [name for name in number_columns(data, data.num_nodes) if name not in known]
+        if left:
+            shown = " ".join(left[:3] + ["..."] * (len(left) > 3))
+            told = f"{counted(len(left), 'columns')} stay attributes of their own; make x of them"
+            print(f"no features: {told} by --features {shown}", file=sys.stderr)
     statistics = write_partitions(
         data,
         arguments.parts,

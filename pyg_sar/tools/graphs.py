@@ -391,15 +391,20 @@ def _checked_hetero(data: HeteroData, options: GraphOptions) -> list[tuple[Any, 
     return [(data[name], count) for name, count in counts.items()]
 
 
-def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
-    """Makes ``x`` of attributes that have a number per node."""
-    if data.get("x") is not None:
-        raise ValueError(f"'feature_columns={' '.join(patterns)}' would replace the graph's 'x'")
-    columns = [
+def number_columns(data: Data, num_nodes: int) -> list[str]:
+    """Returns the names of the attributes that have a real number per node."""
+    return [
         name
         for name, value in data.to_dict().items()
         if isinstance(value, Tensor) and value.shape == (num_nodes,) and not value.is_complex()
     ]
+
+
+def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
+    """Makes ``x`` of attributes that have a number per node."""
+    if data.get("x") is not None:
+        raise ValueError(f"'feature_columns={' '.join(patterns)}' would replace the graph's 'x'")
+    columns = number_columns(data, num_nodes)
     chosen: list[str] = []
     for pattern in patterns:
         matching = fnmatch.filter(columns, pattern)
