@@ -41,11 +41,10 @@ def make_homogeneous() -> Any:
     data = make_graph()
     data.sparse = torch.eye(40, 7).to_sparse_csr()
     data.pairs = {("a", 1): [(2, 3.5)]}
-    data.names = [f"nöde {k}" for k in range(40)]
     data.batch = torch.arange(40) // 14
     data.small = torch.arange(40).to(torch.float8_e4m3fn)
     data.wave = torch.randn(40, dtype=torch.complex64)
-    data.numbers = np.arange(40, dtype=np.int16)
+    data.numbers = np.arange(7, dtype=np.float32)
     data.scale, data.title, data.pair = torch.tensor(2.5), "a graph", (1, 2)
     data.train_idx = torch.tensor([33, 2, 7, 7, 0, 39, 12], dtype=torch.int32)
     data.train_y = torch.arange(7) * 100
@@ -53,13 +52,11 @@ def make_homogeneous() -> Any:
     data.array_idx = np.array([9, 3, 21, 9], dtype=np.int16)
     data.edge_label_index = torch.arange(60).view(2, 30) % 40
     data.edge_label = torch.randn(30, dtype=torch.float64)
-    data.edge_label_text = [f"é{k}" for k in range(30)]
     return data
 
 
 def make_several() -> HeteroData:
     data = make_hetero()
-    data["venue"].names = ["a", "bé", "", "d"]
     data["paper"].bag = torch.eye(21, 7).to_sparse_csr()
     data["paper"].note, data.title = "of papers", "whole"
     data["paper"].train_idx = torch.tensor([20, 0, 3, 3])
@@ -71,23 +68,7 @@ def make_several() -> HeteroData:
     return data
 
 
-NO_TENSORS = ("names", "numbers", "edge_label_text")
-"""Attributes that can be stored, and not be loaded as tensors of the whole graph."""
-
-
-def loadable(data: Any) -> Any:
-    for store in data.stores:
-        for name in set(NO_TENSORS).intersection(store.keys()):
-            del store[name]
-    return data
-
-
-GRAPHS: dict[str, Callable[[], Any]] = {
-    "plain": make_homogeneous,
-    "hetero": make_several,
-    "plain, loaded": lambda: loadable(make_homogeneous()),
-    "hetero, loaded": lambda: loadable(make_several()),
-}
+GRAPHS: dict[str, Callable[[], Any]] = {"plain": make_homogeneous, "hetero": make_several}
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +124,7 @@ STRUCTURE = (
     *("cover_edges", "place"),
 )
 """Tensors of which every other value can be told from the right one."""
-RANGES = ("edge_index", "crow", "col", "starts", "ids")
+RANGES = ("edge_index", "crow", "col", "ids")
 """Tensors of which values out of range can be told: others are those of another graph."""
 
 
@@ -242,8 +223,7 @@ Original = tuple[BaseData, list[BaseData]]
 
 def original_of(root: Path) -> Original:
     whole = merge_partitions(root)
-    names = {name for store in whole.stores for name in store.keys()}  # noqa: SIM118
-    return whole, [] if names.intersection(NO_TENSORS) else parts(gathered, WORLD, root)
+    return whole, parts(gathered, WORLD, root)
 
 
 def gathered(root: Path) -> BaseData:

@@ -71,7 +71,7 @@ def test_the_table_names_what_there_is():
         assert [row.once for row in schema.tensors_of(kind)].count(True) == 1
 
 
-@pytest.mark.parametrize("graph", ["plain, loaded", "hetero, loaded"])
+@pytest.mark.parametrize("graph", ["plain", "hetero"])
 def test_files_hold_what_the_table_says(graph: str, tmp_path: Path):
     """Shapes and dtypes by the sizes; each size of a part is one number."""
     pyg_sar.write_partitions(GRAPHS[graph](), PARTS, tmp_path / "parts", "random")
@@ -108,7 +108,7 @@ DEGREE = PartTensor(
 )
 
 
-@pytest.mark.parametrize("graph", ["plain, loaded", "hetero, loaded"])
+@pytest.mark.parametrize("graph", ["plain", "hetero"])
 def test_a_row_of_the_table_adds_a_tensor(
     graph: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

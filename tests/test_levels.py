@@ -67,12 +67,9 @@ def test_names_that_tell_are_not_asked(tmp_path: Path):
 
 
 def test_lists_named_after_edges_are_those_of_edges(tmp_path: Path):
-    data = ring(edge_numbers=tuple(range(NODES)), edge_names=[f"e{i}" for i in range(NODES)])
-    write_partitions(data, 2, tmp_path / "parts")
-    levels = written_levels(tmp_path / "parts")
-    assert levels["edge_numbers"] == levels["edge_names"] == "edge"
-    merged = merge_partitions(tmp_path / "parts")
-    assert merged.edge_numbers == data.edge_numbers and merged.edge_names == data.edge_names
+    data = ring(edge_names=[f"e{i}" for i in range(NODES)])
+    with pytest.raises(ValueError, match="The edge-level attribute 'edge_names' "):
+        write_partitions(data, 2, tmp_path / "parts")
 
 
 def test_weights_of_a_ring_are_those_of_its_edges(tmp_path: Path):

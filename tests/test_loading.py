@@ -105,25 +105,25 @@ def test_rows_of_the_whole_graph(graph: Data, written: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "level"),
     [
-        ("names", [f"node {k}" for k in range(40)]),
-        ("numbers", np.arange(40)),
-        ("train_kind", [str(k) for k in range(5)]),
+        ("names", [f"node {k}" for k in range(40)], "node"),
+        ("numbers", np.arange(40) / 2, "node"),
+        ("edge_kinds", ("a",) * make().num_edges, "edge"),
+        ("train_kind", [str(k) for k in range(5)], "row"),
     ],
 )
-def test_rows_that_are_no_tensor_are_refused(name: str, value: Any, tmp_path: Path):
+def test_rows_that_are_no_tensor_are_refused(name: str, value: Any, level: str, tmp_path: Path):
+    """No worker could load them: they are refused where the graph is cut."""
     data = make()
     data[name], data.train_idx = value, torch.arange(5)
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
-
-    def worker() -> str:
-        with pytest.raises(PartitionError) as caught:
-            pyg_sar.load_partition(tmp_path / "parts")
-        return str(caught.value)
-
-    for message in workers(worker, 2):
-        assert f"'{name}'" in message and "make it a tensor before write_partitions()" in message
+    with pytest.raises(ValueError, match=f"The {level}-level attribute '{name}' .* of a tensor"):
+        pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    if level == "row":
+        return
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random", levels={name: "graph"})
+    for found in workers(lambda: pyg_sar.load_partition(tmp_path / "parts")[name], 2):
+        assert type(found) is type(value) and list(found) == list(value)
 
 
 def test_loading_needs_no_other_part(root: Path):

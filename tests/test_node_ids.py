@@ -46,7 +46,7 @@ def assert_same(found: Any, store: Any) -> None:
         assert same(value, found[name]), name
 
 
-def graph(strings: bool = False) -> Data:
+def graph() -> Data:
     """Lists of node ids in all forms: unsorted, with duplicates, empty, of other dtypes."""
     data = make_graph(NODES)
     draw = torch.Generator().manual_seed(3)
@@ -61,8 +61,6 @@ def graph(strings: bool = False) -> Data:
     data.roots = torch.tensor([20, 11])
     data.edge_label_index = torch.randint(NODES, (2, 60), generator=draw)
     data.edge_label = torch.rand(60, generator=draw, dtype=torch.float64)
-    if strings:
-        data.edge_label_time = [str(k) for k in range(60)]
     count = data.num_edges  # As many as there are edges.
     data.pos_edge_label_index = torch.randint(NODES, (2, count), generator=draw)
     data.pos_edge_label = torch.arange(count)
@@ -154,8 +152,8 @@ def test_lists_go_to_the_owners(world: int, roots: dict[int, Path]):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_merged_as_it_was(world: int, tmp_path: Path):
-    write_partitions(graph(strings=True), world, tmp_path / "parts", "random", node_ids=SAID)
-    assert_same(merge_partitions(tmp_path / "parts"), graph(strings=True))
+    write_partitions(graph(), world, tmp_path / "parts", "random", node_ids=SAID)
+    assert_same(merge_partitions(tmp_path / "parts"), graph())
 
 
 # What is refused #############################################################

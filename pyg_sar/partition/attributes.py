@@ -6,9 +6,8 @@ rows can be selected, and an :class:`Attribute` that says how to *decode* them.
 =========  ==========================================  ==================================
 layout     tensors                                     attributes
 =========  ==========================================  ==================================
-dense      one, named by the attribute itself          tensors, arrays, lists of numbers
+dense      one, named by the attribute itself          tensors, graph-level arrays
 csr        ``crow`` [rows + 1], ``col``, ``values``    sparse matrices
-strings    ``starts`` [rows + 1], ``bytes`` (UTF-8)    lists of strings
 json       none: the value is in the metadata          graph-level plain Python values
 =========  ==========================================  ==================================
 
@@ -21,8 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,9 +114,9 @@ class Attribute:
 
     Attributes:
         level: ``'node'``, ``'edge'`` or ``'graph'``.
-        layout: ``'dense'``, ``'csr'``, ``'strings'`` or ``'json'``.
-        dtype: The torch dtype by name (``'float32'``), ``'str'`` or ``'json'``, or ``'none'``
-            for a sparse matrix without values.
+        layout: ``'dense'``, ``'csr'`` or ``'json'``.
+        dtype: The torch dtype by name (``'float32'``) or ``'json'``, or ``'none'`` for a sparse
+            matrix without values.
         shape: The shape in the whole graph.
         dim: The dimension that nodes or edges run along.
         form: The type to decode to: ``'tensor'``, ``'column_major'`` (a matrix whose columns lie
@@ -150,7 +148,6 @@ def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
     suffixes = {
         "dense": [""],
         "csr": ["crow", "col"] + ["values"] * (attribute.dtype != "none"),
-        "strings": ["starts", "bytes"],
         "json": [],
     }[attribute.layout]
     return {suffix: f"{base}.{suffix}" if suffix else base for suffix in suffixes}
@@ -229,16 +226,26 @@ def encode(name: str, value: Any, level: str) -> Column:
     try:
         if is_sparse(value):
             return _encode_sparse(value, level)
-        if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and level == "graph"):
             return _encode_dense(name, value, level)
         if level == "graph":
             return _encode_json(value)
-        return _encode_list(value, level)
+        whole = f" (of a Data, levels={{{name!r}: 'graph'}} keeps it whole)" * (level != "row")
+        raise TypeError(f"rows that are split among parts must be those of a tensor{whole}")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"The {level}-level attribute '{name}' ({type(value).__name__}) can't be stored: "
             f"{error}; convert it to a tensor or delete it"
         ) from error
+
+
+def encode_ids(name: str, value: Any) -> Column:
+    """Encodes node ids: a tensor, an array, or a list or tuple of numbers."""
+    if not isinstance(value, (list, tuple)):
+        return _encode_dense(name, value, "row")
+    column = _encode_dense(name, torch.tensor(value, dtype=torch.int64), "row")
+    form = type(value).__name__
+    return replace(column, attribute=replace(column.attribute, form=form))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -276,10 +283,7 @@ def _unstore(value: Tensor, dtype_name: str) -> Tensor:
 def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -> Column:
     form = "tensor"
     if isinstance(value, np.ndarray):
-        form = "numpy"
-        if value.dtype.kind == "U" and value.ndim == 1 and level != "graph":
-            return _encode_strings(value.tolist(), level, form)
-        tensor = torch.from_numpy(value)
+        form, tensor = "numpy", torch.from_numpy(value)
     else:  # PyG's Index and EdgeIndex have as_tensor().
         tensor = value.as_tensor() if hasattr(value, "as_tensor") else value
         if tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous():
@@ -329,31 +333,6 @@ def _holds_tuple(value: Any) -> bool:
     return isinstance(value, tuple) or (isinstance(value, list) and any(map(_holds_tuple, value)))
 
 
-def _encode_list(value: list[Any] | tuple[Any, ...], level: str) -> Column:
-    form = type(value).__name__
-    if form not in ("list", "tuple"):
-        raise TypeError("only plain lists and tuples are supported")
-    kinds = {type(item) for item in value}
-    if kinds == {str}:
-        return _encode_strings(list(value), level, form)
-    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    if len(kinds) > 1 or not kinds <= set(dtypes):
-        names = sorted(kind.__name__ for kind in kinds)
-        raise TypeError(f"expected strings, or numbers of one type (got {', '.join(names)})")
-    tensor = torch.tensor(value, dtype=dtypes[kinds.pop()] if kinds else torch.int64)
-    dtype, shape = _dtype_name(tensor.dtype), [len(value)]
-    attribute = Attribute(level=level, layout="dense", dtype=dtype, shape=shape, form=form)
-    return Column(attribute, {"": tensor})
-
-
-def _encode_strings(value: list[str], level: str, form: str) -> Column:
-    encoded = [item.encode() for item in value]
-    starts = torch.tensor([0, *map(len, encoded)], dtype=torch.int64).cumsum(0)
-    characters = np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()
-    attribute = Attribute(level=level, layout="strings", dtype="str", shape=[len(value)], form=form)
-    return Column(attribute, {"starts": starts, "bytes": torch.from_numpy(characters)})
-
-
 # Rows ####################################################################################
 
 
@@ -393,12 +372,6 @@ def decode(attribute: Attribute, tensors: dict[str, Tensor], value: Any = None) 
         return tuple(value) if attribute.form == "tuple" else value
     if attribute.layout == "csr":
         return _decode_sparse(attribute, tensors)
-    if attribute.layout == "strings":
-        starts, text = tensors["starts"].tolist(), tensors["bytes"].numpy().tobytes()
-        strings = [text[a:b].decode() for a, b in pairwise(starts)]
-        if attribute.form == "numpy":
-            return np.array(strings, dtype=str)
-        return tuple(strings) if attribute.form == "tuple" else strings
     tensor = _unstore(tensors[""], attribute.dtype)
     if attribute.form == "numpy":
         return tensor.numpy()

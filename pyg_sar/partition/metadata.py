@@ -82,7 +82,6 @@ METADATA = "metadata.json"
 _FORMS = {
     "dense": ("tensor", "column_major", "numpy", "list", "tuple"),
     "csr": ("sparse_coo", "sparse_csr", "sparse_csc", "SparseTensor"),
-    "strings": ("list", "tuple", "numpy"),
     "json": ("json", "tuple", "coded"),
 }
 _KINDS = ("nodes", "links")
@@ -426,14 +425,13 @@ def _check_attribute(found: Attribute, counts: dict[str, int], place: str) -> No
                         ("form", _FORMS.get(layout, ()))):  # fmt: skip
         value = getattr(found, name)
         expect(value in known, f"{place}.{name}", f"one of {', '.join(known)}", value)
-    dims = {"csr": 2, "strings": 1, "json": 0}.get(layout, len(found.shape))
+    dims = {"csr": 2, "json": 0}.get(layout, len(found.shape))
     if layout == "dense":
         dims = {"list": 1, "tuple": 1, "column_major": 2}.get(found.form, dims)
     kind = f"{found.form} ({layout})"
     expect(len(found.shape) == dims, f"{place}.shape", f"that of a {kind}", found.shape)
-    whole = layout == "json"
-    by_rows = layout in ("csr", "strings")
-    fits = (level == "graph" or not whole) and not (by_rows and (found.dim or level == "graph"))
+    fits = level == "graph" if layout == "json" else layout == "dense" or not found.dim
+    fits &= layout != "csr" or level != "graph"
     expect(fits, f"{place}.level", f"one that has attributes as {layout}", level)
     if level in counts:
         fits = found.dim < dims and found.shape[found.dim] == counts[level]
@@ -443,9 +441,10 @@ def _check_attribute(found: Attribute, counts: dict[str, int], place: str) -> No
 
 
 def _known_dtype(attribute: Attribute) -> bool:
-    fixed = {"strings": "str", "json": "json"}.get(attribute.layout)
-    if fixed is not None or (attribute.dtype == "none" and attribute.form == "SparseTensor"):
-        return attribute.dtype == (fixed or "none")
+    if attribute.layout == "json" or attribute.dtype == "json":
+        return attribute.layout == attribute.dtype
+    if attribute.dtype == "none" and attribute.form == "SparseTensor":
+        return True
     dtype = getattr(torch, attribute.dtype, None)
     if not isinstance(dtype, torch.dtype) or attribute.dtype != str(dtype).removeprefix("torch."):
         return False

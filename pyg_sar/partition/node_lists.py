@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pyg_sar.partition.attributes import Attribute, Column, encode, named_attributes, rows_of
+from pyg_sar.partition.attributes import (
+    Attribute,
+    Column,
+    encode,
+    encode_ids,
+    named_attributes,
+    rows_of,
+)
 from pyg_sar.partition.levels import Levels
 from pyg_sar.wording import counted
 
@@ -290,7 +297,7 @@ def take_lists(
     whole = []
     for (name, key), (kind, value) in found.items():
         ids = torch.as_tensor(integers(value))
-        attribute = replace(encode(name, value, "row").attribute, dim=ids.dim() - 1)
+        attribute = replace(encode_ids(name, value).attribute, dim=ids.dim() - 1)
         rows = columns[name] if key is None else {}
         described = {n: column.attribute for n, column in rows.items()}
         whole.append(WholeList(NodeList(name, kind, attribute, described, key), ids, rows))

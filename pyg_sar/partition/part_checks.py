@@ -190,8 +190,6 @@ def _check_attributes(
             checked.of_kind(names[""], dtype, *shape, *axes)
         elif attribute.layout == "csr":
             _check_matrix(checked, attribute, names, shape)
-        elif attribute.layout == "strings":
-            _check_strings(checked, names, shape[0])
 
 
 def _check_offsets(checked: _Tensors, name: str, rows: int, of: str, entries: Tensor) -> Tensor:
@@ -214,18 +212,6 @@ def _check_matrix(
     if "values" in names:
         dtype, axes = stored_dtype(attribute.dtype)
         checked.of_kind(names["values"], dtype, column.numel(), *axes)
-
-
-def _check_strings(checked: _Tensors, names: dict[str, str], rows: int) -> None:
-    text = checked.of_kind(names["bytes"], torch.uint8, -1)
-    starts = _check_offsets(checked, names["starts"], rows, names["bytes"], text)
-    try:
-        text.numpy().tobytes().decode()
-    except UnicodeDecodeError as error:
-        raise checked.wrong(names["bytes"], f"it is no UTF-8 ({error})") from None
-    inside = text[starts[starts < text.numel()]]
-    whole = (inside & 0xC0 != 0x80).all()  # No string begins within a character.
-    checked.check(whole, names["starts"], "it cuts a character")
 
 
 def num_marks(num_parts: int) -> int:

@@ -237,7 +237,7 @@ def _attributes(metadata: PartitionMetadata, nodes: int, edges: int) -> dict[str
     part, found = read_part(metadata.root, p, verify=False, metadata=metadata), {}
     rows = {"node": (nodes, sizes[p][1]), "edge": (edges, sizes[p][0])}
     for name, of in metadata.attributes.items():
-        if of.level == "graph" or of.layout == "strings":
+        if of.level == "graph":
             continue
         count, there = rows[of.level]
         tensors = {suffix: part[full] for suffix, full in tensor_names(name, of).items()}
