@@ -71,7 +71,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
             return whole(source, "reshape()").reshape(shape)
         moved = _rows_in_groups(source, shape)
         if moved is None and not passes_back:
-            raise refusal(func, f"to {list(shape)} would not keep rows together", source)
+            why = f"to {list(shape)} would not keep rows together: .movedim() puts rows along "
+            why += "another axis, .full_tensor() gives every worker all of them"
+            raise refusal(func, why, source)
         return whole(source, "reshape()").reshape(shape) if moved is None else moved
     rows, axis = found
     if source.edges is not None and shape == list(source.shape):
