@@ -213,10 +213,10 @@ def plot(ratio: dict[Any, tuple[float, float]], path: Path) -> None:
         places = [n + 0.2 * (k - len(kinds) / 2 + 0.5) for n in range(len(widths))]
         label = f"{direction}, {'weighted' if weighted else 'plain'}"
         axes.bar(places, [ratio[direction, w, weighted][1] for w in widths], 0.18, label=label)
-    goals = [
-        (TARGETS[width], n - 0.4, n + 0.4) for n, width in enumerate(widths) if width in TARGETS
-    ]
-    axes.hlines(*zip(*goals, strict=True), colors="black", linestyles="dashed", label="goal")
+    known = [n for n, width in enumerate(widths) if width in TARGETS]
+    goals = [TARGETS[widths[n]] for n in known]
+    left, right = ([n + side for n in known] for side in (-0.4, 0.4))
+    axes.hlines(goals, left, right, colors="black", linestyles="dashed", label="goal")
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_xlabel("width")
     axes.set_ylabel("speed (processor time),\ntorch.sparse CSR = 1")
