@@ -182,6 +182,8 @@ def encode_all(
                 f"it, for example to 'orig_{name}'"
             )
     columns = {}
+    if values.get("num_nodes") is not None:  # Said, not found by the rows of x, say.
+        columns["num_nodes"] = _encode_json(int(values["num_nodes"]))
     for name, value in named_attributes(values):
         found = level(name, value)
         _check_level(name, value, found, counts, of)

@@ -404,7 +404,9 @@ def _check_attributes(store: StoreInfo, place: str) -> None:
     attributes, values = store.attributes, store.values
     for name, attribute in attributes.items():
         # Names that begin with "_" are those of the object that holds the attributes.
-        known = name not in (*RESERVED, "edge_index", "num_nodes") and not name.startswith("_")
+        known = name not in (*RESERVED, "edge_index") and not name.startswith("_")
+        if name == "num_nodes":
+            known = values.get(name) == store.totals.get("node")
         expect(known, f"{place}attributes.{name}", "an attribute of another name", name)
         _check_attribute(attribute, store.totals, f"{place}attributes.{name}")
     plain = {name for name, attribute in attributes.items() if attribute.layout == "json"}
@@ -472,7 +474,7 @@ def _check_list_names(row: StoreInfo, place: str) -> None:
     for name, known in keys.items():
         single = len(set(known)) == len(known) and (None not in known or len(known) == 1)
         expect(single, place, f"one list for each key of '{name}'", known)
-    names = ["edge_index", "num_nodes", *RESERVED, *row.attributes, *rows, *keys]
+    names = ["edge_index", *RESERVED, *row.attributes, *rows, *keys]
     twice = sorted(name for name in set(names) if names.count(name) > 1)
     expect(not twice, place, "lists and rows of different names", twice)
 
