@@ -222,8 +222,8 @@ def attention(
     else:
         drop_key = None
     number = number_of(kind)
-    if not declared()[number].softmax:
-        assert key is not None and query is not None  # as check_terms() has seen
+    additive = not declared()[number].softmax  # check_terms() has seen a key and a query.
+    if additive and key is not None and query is not None:
         place = fallback.targets_of(offsets, None, source.numel())
         weight = key.to(wide).view(-1).index_select(0, source)
         weight = (weight + query.to(wide).view(-1).index_select(0, place)).tanh()

@@ -30,7 +30,7 @@ def rich() -> HeteroData:
     data["venue"].num_nodes = SIZES["venue"]
     data["venue"].name = ["a", "bé", "", "d"]
     data["paper"].bag = torch.randn(SIZES["paper"], 7).to_sparse_csr()
-    data["paper"].year = np.arange(SIZES["paper"])
+    data["paper"].year = torch.arange(SIZES["paper"])
     data["paper"].note = "of papers"
     data["paper"].scale = torch.tensor(2.5)
     data["author", "writes", "paper"].time = torch.arange(53)

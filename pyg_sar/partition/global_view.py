@@ -21,7 +21,7 @@ from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_form
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.parts import as_batch, decode_attributes, put_list, put_store
-from pyg_sar.partition.schema import PartTensors, RowGroup, StoreInfo, without_prefix
+from pyg_sar.partition.schema import NodeList, PartTensors, RowGroup, StoreInfo, without_prefix
 from pyg_sar.space.index_space import dist_edge_index
 from pyg_sar.tensors import (
     Edges,
@@ -105,8 +105,8 @@ def _store(
         rows["edge"] = node_rows(comm, own["e_id"].to(device), info.totals["edge"])
         found["edge_index"] = _edges(own, layouts[source], layouts[target], rows["edge"])
     found |= _attributes(info.attributes, info.values, own, device, rows)
-    for group in info.list_groups():
-        _put_list(found, group, tensors, layouts[source], layouts[target])
+    for listed, group in zip(info.lists, info.list_groups(), strict=True):
+        _put_list(found, listed, group, tensors, layouts[source], layouts[target])
     if "node" in info.totals and "x" not in found:
         found["num_nodes"] = info.totals["node"]
     return found
@@ -166,11 +166,15 @@ def _edges(tensors: PartTensors, sources: Rows, targets: Rows, edges: Rows) -> N
 
 
 def _put_list(
-    store: dict[str, Any], group: RowGroup, tensors: PartTensors, sources: Rows, targets: Rows
+    store: dict[str, Any],
+    info: NodeList,
+    group: RowGroup,
+    tensors: PartTensors,
+    sources: Rows,
+    targets: Rows,
 ) -> None:
     """Puts a list of node ids, by global ids, and the attributes with a row per entry."""
-    assert group.listed is not None
-    info, own = group.listed, without_prefix(tensors, group.prefix)
+    own = without_prefix(tensors, group.prefix)
     rows = node_rows(sources.comm, own["place"].to(sources.ids.device), group.total)
     if group.kind == "links":
         ids: Tensor = _edges(own, sources, targets, rows)

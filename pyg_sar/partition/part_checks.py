@@ -23,10 +23,10 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import Attribute, ascends, stored_dtype, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.schema import (
+    NodeList,
     PartRows,
     PartTensor,
     PartTensors,
-    RowGroup,
     global_ids,
     tensors_of,
     without_prefix,
@@ -108,7 +108,7 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
             rows = PartRows(checked.tensors, sizes, source)
             _check_rows(checked, group.kind, rows, part)
             if group.listed is not None:
-                _check_dtype(checked, group, source, target)
+                _check_dtype(checked, group.kind, group.listed, source, target)
                 _check_attributes(checked, group.attributes, {"row": sizes["e"]})
         counts = {level: known["n" if level == "node" else "e"] for level in store.totals}
         _check_attributes(_Tensors(path, tensors, store.prefix), store.attributes, counts)
@@ -163,13 +163,14 @@ def _check_tensor(checked: _Tensors, tensor: PartTensor, sizes: dict[str, int], 
         checked.ascending(tensor.name, values, counts)
 
 
-def _check_dtype(checked: _Tensors, group: RowGroup, source: Tensor, target: Tensor) -> None:
+def _check_dtype(
+    checked: _Tensors, kind: str, info: NodeList, source: Tensor, target: Tensor
+) -> None:
     """Checks that the dtype in which a list was given holds its ids."""
-    assert group.listed is not None
-    ids = global_ids(group.kind, checked.tensors, source, target)
-    dtype, name = group.listed.attribute.dtype, "ids" if group.kind == "nodes" else "edge_index"
+    ids = global_ids(kind, checked.tensors, source, target)
+    dtype, name = info.attribute.dtype, "ids" if kind == "nodes" else "edge_index"
     good = not ids.numel() or int(ids.max()) <= torch.iinfo(getattr(torch, dtype)).max
-    problem = f"it names nodes beyond {dtype}, the dtype of '{group.listed.name}'"
+    problem = f"it names nodes beyond {dtype}, the dtype of '{info.name}'"
     checked.check(good, name, problem)
 
 

@@ -282,12 +282,11 @@ def _merge_store(
         else:
             found["edge_index"] = _merge_ids("edge", rows, info, n_ids)[:, place["edge"]]
     found |= merged_attributes(info.attributes, info.values, place, rows)
-    for group in info.list_groups():
+    for listed, group in zip(info.lists, info.list_groups(), strict=True):
         own = [without_prefix(part, group.prefix) for part in parts]
         order = torch.cat([part["place"] for part in own]).argsort()
         ids_ = _merge_ids(group.kind, own, info, n_ids).index_select(-1, order)
-        assert group.listed is not None
-        put_list(found, group.listed, decode_list(group.listed, ids_))
+        put_list(found, listed, decode_list(listed, ids_))
         found |= merged_attributes(group.attributes, {}, {"row": order}, own)
     return found
 

@@ -72,7 +72,9 @@ def choose(rows: Rows, index: Tensor, negative: bool = True) -> Chosen:
 
 
 def _source(rows: Rows) -> Tensor:
-    assert rows.source is not None
+    """Returns their numbers among the rows that they were selected from, or among themselves."""
+    if rows.source is None:
+        return torch.arange(rows.count, device=rows.comm.device)
     return rows.source
 
 

@@ -163,7 +163,8 @@ class _Edges:
     def __init__(self, edge_index: DistEdgeIndex, force_undirected: bool) -> None:
         plan = edge_index.plan
         comm, n_id = plan.comm, plan.n_id
-        assert n_id is not None
+        if n_id is None:
+            raise DistributedIndexError("Pairs are drawn for edges between nodes of one type only")
         source, target = edge_index.ends()
         ids = torch.stack([halo_gather(n_id, plan)[source], n_id[target]])
         counts = torch.tensor([n_id.numel(), source.numel()], device=n_id.device)

@@ -305,9 +305,8 @@ def _forward(config: RunConfig, data: Data, columns: int) -> Call:
 def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
     """Returns the metric that ``config.metric`` names, if the trainer hasn't got it."""
     name, numbers = config.metric, config.loss in ("mse", "mae")
-    if name in (None, "loss") or (name == "accuracy" and config.loss == "cross_entropy"):
+    if name is None or name == "loss" or (name == "accuracy" and config.loss == "cross_entropy"):
         return {}
-    assert name is not None
     if (name in _OF_NUMBERS) != numbers:
         fit = ["mse", "mae"] if name in _OF_NUMBERS else ["cross_entropy", "bce"]
         raise UsageError(

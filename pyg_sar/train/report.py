@@ -94,8 +94,10 @@ class Report(Callback):
         self._ledger.__enter__()
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if self._ledger is None:  # on_start() was not called.
+            return
         self._epochs += 1
-        workers = self._gather_figures(trainer.comm)
+        workers = self._gather_figures(trainer.comm, self._ledger)
         if trainer.comm.writes:
             line = asdict(record)
             line |= (line.pop("scores") or {}) | workers
@@ -103,7 +105,8 @@ class Report(Callback):
                 _append(self.folder / _METRICS, json.dumps(line) + "\n")
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
-        assert self._ledger is not None and self._hosted is not None
+        if self._ledger is None or self._hosted is None:
+            return
         workers = trainer.comm.all_gather_object(self._ledger.summary())
         nodes = int(trainer.data.num_nodes or 0)
         hosting = self._hosted.summary(trainer.model, self._ledger, nodes, self._epochs)
@@ -180,14 +183,13 @@ class Report(Callback):
             return same and not (self.folder / SUMMARY).exists()
         return False
 
-    def _gather_figures(self, comm: Communicator) -> dict[str, Any]:
+    def _gather_figures(self, comm: Communicator, ledger: Ledger) -> dict[str, Any]:
         """Returns bytes of this epoch of every part, and the memory of every worker."""
-        assert self._ledger is not None
-        memory = torch.tensor([self._ledger.baseline_memory, peak_memory(comm.device)])
-        own = torch.cat([self._bytes(self._ledger) - self._before, memory]).to(comm.device)
+        memory = torch.tensor([ledger.baseline_memory, peak_memory(comm.device)])
+        own = torch.cat([self._bytes(ledger) - self._before, memory]).to(comm.device)
         table = torch.stack(comm.all_gather(own, label=("", "", "report"))).cpu()
         # Read again: what this function itself sent belongs to no epoch.
-        self._before = self._bytes(self._ledger)
+        self._before = self._bytes(ledger)
         received, kinds, start, peak = table.T.split([1, len(_KINDS), 1, 1])
         workers = _worker_of(comm)
         starts = dict(zip(reversed(workers), reversed(start[0].tolist()), strict=True))
