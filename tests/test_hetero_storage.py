@@ -28,7 +28,7 @@ def rich() -> HeteroData:
     data = make_hetero()
     del data["venue"].x
     data["venue"].num_nodes = SIZES["venue"]
-    data["venue"].name = ["a", "bé", "", "d"]
+    data["venue"].name = ["a", "bé", ""]
     data["paper"].bag = torch.randn(SIZES["paper"], 7).to_sparse_csr()
     data["paper"].year = torch.arange(SIZES["paper"])
     data["paper"].note = "of papers"
