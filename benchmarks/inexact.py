@@ -22,7 +22,8 @@ from command_line import command
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.tools import load_graph
-from pyg_sar.tools.models import MODELS, build_model
+from pyg_sar.tools.models import build_model
+from pyg_sar.usage.choices import MODELS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "exact": {},

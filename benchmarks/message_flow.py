@@ -19,8 +19,9 @@ import torch.nn.functional as F
 
 import pyg_sar
 from pyg_sar.tools import load_graph
-from pyg_sar.tools.models import MODELS, build_model
+from pyg_sar.tools.models import build_model
 from pyg_sar.train.flow import call_model, check_flow
+from pyg_sar.usage.choices import MODELS
 
 LAYERS = 2
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch_geometric
 
-from pyg_sar.tools.cli import main as pyg_sar_main
+from pyg_sar.__main__ import main as pyg_sar_main
 
 HERE = Path(__file__).resolve().parent
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)(?![\w.])")

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pyg_sar.files import check_argument, check_whole
-
-#: How halo rows may travel.
-WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16", "int8", "int4", "int2")
+from pyg_sar.usage.choices import WIRES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

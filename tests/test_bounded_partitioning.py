@@ -19,13 +19,13 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.kernels import ops
 from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import NodeOrder, group_edges, partition_statistics
 from pyg_sar.partition.scratch import Scratch
 from pyg_sar.tools import load_graph
-from pyg_sar.tools.cli import main
 
 NODES, EDGES = 3000, 60_000  # several pieces at the smallest limit
 

@@ -26,16 +26,18 @@ from safetensors.torch import load_file
 from torch_geometric.data import Data
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.comm.group import finalize
 from pyg_sar.comm.messages import RESUME
 from pyg_sar.errors import LostWorkerError, ReportError, WorkerError
 from pyg_sar.tools import cli, demo, load_graph, start
-from pyg_sar.tools.models import MODELS, build_model, imported_model
+from pyg_sar.tools.models import build_model, imported_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, _metrics, train_seeds, train_worker
 from pyg_sar.train.callbacks import TensorBoard
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import read_metrics
+from pyg_sar.usage.choices import MODELS, DemoConfig
 from pyg_sar.wording import counted
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
@@ -66,13 +68,13 @@ def parts(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("cli")
     for number, name in ((2, "parts"), (1, "parts1")):
         arguments = ["partition", GRAPH, "--parts", str(number), "--out", str(folder / name)]
-        assert cli.main([*arguments, "--method", "random", "--quiet"]) == 0
+        assert main([*arguments, "--method", "random", "--quiet"]) == 0
     return str(folder / "parts")
 
 
 def usage_error(capsys, *arguments: str) -> str:
     """Runs a command that must end with exit code 2 and one line on stderr."""
-    assert cli.main(arguments) == cli.EXIT_USAGE
+    assert main(arguments) == cli.EXIT_USAGE
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("pyg-sar: error: ")
@@ -84,7 +86,7 @@ def usage_error(capsys, *arguments: str) -> str:
 
 def test_partition_prints_statistics(tmp_path, capsys):
     out = str(tmp_path / "p")
-    assert cli.main(["partition", GRAPH, "--parts", "3", "--out", out, "--seed", "4"]) == 0
+    assert main(["partition", GRAPH, "--parts", "3", "--out", out, "--seed", "4"]) == 0
     captured = capsys.readouterr()
     for word in ("edge cut", "replication factor", "training nodes", "halo rows", out):
         assert word in captured.out
@@ -93,7 +95,7 @@ def test_partition_prints_statistics(tmp_path, capsys):
     assert metadata.num_nodes == 200
     again = ["partition", GRAPH, "--parts", "2", "--out", out]
     assert "exists" in usage_error(capsys, *again, "--quiet")
-    assert cli.main([*again, "--overwrite", "--quiet"]) == 0
+    assert main([*again, "--overwrite", "--quiet"]) == 0
 
 
 def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
@@ -106,7 +108,7 @@ def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
     ):
         assert text in usage_error(capsys, "partition", *arguments.split(), "--out", out)
     with pytest.raises(SystemExit):
-        cli.main(["partition", GRAPH, "--parts", "2", "--out", out, "--node-ids", "x=maybe"])
+        main(["partition", GRAPH, "--parts", "2", "--out", out, "--node-ids", "x=maybe"])
     assert "--node-ids: 'x=maybe': expected NAME or NAME=no" in capsys.readouterr().err
     assert not Path(out).exists()
 
@@ -118,7 +120,7 @@ def test_help_tells_sources_hosts_and_defaults(capsys):
         "demo": ("no download", "--nodes"),
     }.items():
         with pytest.raises(SystemExit) as end:
-            cli.main([command, "--help"])
+            main([command, "--help"])
         assert end.value.code == 0
         text = " ".join(capsys.readouterr().out.split())  # Lines may break anywhere.
         assert all(word in text for word in words), command
@@ -133,11 +135,11 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     train = ["train", "--parts", parts, *SMALL, "--dropout", "0.5", "--report", str(report)]
     train += ["--checkpoint", str(checkpoint), "--schedule", "step", "--step-size", "3"]
     first = [*train, "--epochs", "4", "--checkpoint-every", "3", "--auto-resume"]
-    assert cli.main(first) == 0
+    assert main(first) == 0
     out = capsys.readouterr().out
     assert "4 epochs, last loss" in out and "best epoch" in out and str(checkpoint) in out
     # One worker goes on with both parts.
-    assert cli.main([*train, "--workers", "1", "--epochs", "6", "--resume", "--quiet"]) == 0
+    assert main([*train, "--workers", "1", "--epochs", "6", "--resume", "--quiet"]) == 0
     assert "6 epochs, last loss" in capsys.readouterr().out
     metrics = read_metrics(report)
     assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
@@ -164,7 +166,7 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     assert float(scores.double().mean()) == pytest.approx(state["best"]["val_accuracy"], abs=1e-9)
     # The file of two parts goes on in one.
     other = ["--parts", f"{parts}1", "--epochs", "8", "--resume", "--quiet"]
-    assert cli.main([*train, *other]) == 0
+    assert main([*train, *other]) == 0
     assert "8 epochs, last loss" in capsys.readouterr().out
     assert [len(m["sent_bytes"]) for m in read_metrics(report)] == [2] * 6 + [1] * 2
     # A mistake that only the workers can find: one line, exit code 2.
@@ -207,7 +209,7 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
         ("--epochs x", "argument --epochs: invalid int value: 'x'"),
     ):
         with pytest.raises(SystemExit):
-            cli.main([*train, *options.split()])
+            main([*train, *options.split()])
         error = capsys.readouterr().err
         assert error == f"pyg-sar: error: {text} (pyg-sar train --help)\n"
     run = usage_error(capsys, "run", "--epochs", "3", "script.py")
@@ -281,7 +283,7 @@ def test_own_models_and_metrics_are_those_of_one_process(kind, loss, metric, tmp
     options |= {"loss": loss, "metric": metric, "epochs": 6, "report": tmp_path / "report"}
     options |= {"lr": 0.05, "patience": 2, "quiet": True, "weight-decay": 0}
     (tmp_path / "run.json").write_text(json.dumps(options, default=str))
-    assert cli.main(["train", "--config", str(tmp_path / "run.json")]) == 0
+    assert main(["train", "--config", str(tmp_path / "run.json")]) == 0
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
 
     torch.manual_seed(0)
@@ -365,7 +367,7 @@ def test_options_in_a_file(parts, tmp_path, capsys):
         f"parts: {parts}1\nmodel: sage\nhidden: 4\nepochs: 3\nlr: 1e-3\nmfg: off\nquiet: yes\n"
         f"report: {tmp_path}/r\nclip-norm: null\noverwrite: false\n"
     )
-    assert cli.main(["train", "--config", str(file), "--epochs", "2"]) == 0
+    assert main(["train", "--config", str(file), "--epochs", "2"]) == 0
     assert "2 epochs, last loss" in capsys.readouterr().out
     settings = json.loads((tmp_path / "r" / "config.json").read_text())
     assert settings["train"]["lr"] == 1e-3 and settings["model"]["name"] == "sage"
@@ -396,7 +398,7 @@ def test_options_in_a_file(parts, tmp_path, capsys):
 def test_seeds(parts, tmp_path, capsys, no_picture, in_this_process):
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "2"]
     several = [*train, "--seed", "3", "--seeds", "2", "--report", str(tmp_path / "r")]
-    assert cli.main(several) == 0
+    assert main(several) == 0
     out = capsys.readouterr().out
     assert "seed 3: 2 epochs" in out and "seed 4: 2 epochs" in out and "test_accuracy" in out
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
@@ -405,12 +407,12 @@ def test_seeds(parts, tmp_path, capsys, no_picture, in_this_process):
     assert summary["mean"]["test_accuracy"] == pytest.approx(sum(values) / 2, abs=1e-12)
     spread = float(torch.tensor(values, dtype=torch.float64).std())
     assert summary["spread"]["test_accuracy"] == pytest.approx(spread, abs=1e-12)
-    assert cli.main([*train, "--seed", "4", "--report", str(tmp_path / "one")]) == 0
+    assert main([*train, "--seed", "4", "--report", str(tmp_path / "one")]) == 0
     capsys.readouterr()
     one, same = (read_metrics(tmp_path / folder) for folder in ("one", "r/seed-4"))
     assert [m["loss"] for m in one] == [m["loss"] for m in same]
     assert "'summary.json' of another run is there" in usage_error(capsys, *several)
-    assert cli.main([*several, "--overwrite"]) == 0
+    assert main([*several, "--overwrite"]) == 0
 
 
 def test_tensorboard(parts, tmp_path, monkeypatch, no_picture, in_this_process):
@@ -434,7 +436,7 @@ def test_tensorboard(parts, tmp_path, monkeypatch, no_picture, in_this_process):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
     fake = SimpleNamespace(SummaryWriter=SummaryWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    assert cli.main(train) == 0
+    assert main(train) == 0
     lines = read_metrics(tmp_path / "r")
     assert ("loss", lines[0]["loss"], 1) in written and written[-1][0] == "closed"
     assert ("val_accuracy", lines[1]["val_accuracy"], 2) in written
@@ -444,33 +446,33 @@ def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd, 
     """One of many epochs was replaced by one of few, without a word."""
     checkpoint, other = tmp_path / "c", tmp_path / "other"
     train = ["train", "--parts", f"{parts}1", *SMALL, "--quiet", "--checkpoint", str(checkpoint)]
-    assert cli.main([*train, "--epochs", "5"]) == 0
+    assert main([*train, "--epochs", "5"]) == 0
     assert "resumed" not in capfd.readouterr().err
     before = checkpoint.read_bytes()
-    assert cli.main([*train, "--epochs", "2", "--checkpoint", str(other)]) == 0
+    assert main([*train, "--epochs", "2", "--checkpoint", str(other)]) == 0
     capfd.readouterr()
     report = ["--report", str(tmp_path / "report")]
     for more in ([], ["--resume", str(other)], report, report):
-        assert cli.main([*train, "--epochs", "3", *more]) == cli.EXIT_USAGE
+        assert main([*train, "--epochs", "3", *more]) == cli.EXIT_USAGE
         error = capfd.readouterr().err.splitlines()[-1]
         assert "of another run; go on from it (trainer.resume, --resume)" in error
         assert "--overwrite" in error and checkpoint.read_bytes() == before
     for more in (["--resume"], ["--auto-resume"], ["--auto-resume", "--resume", "none"]):
         checkpoint.write_bytes(before)
-        assert cli.main([*train, "--epochs", "6", *more]) == 0
+        assert main([*train, "--epochs", "6", *more]) == 0
         found = capfd.readouterr()
         assert f"resumed from {checkpoint} after epoch 5 of 6\n" in found.err
         assert load_checkpoint(checkpoint).state["epoch"] == 6
     error = usage_error(capfd, *train, "--epochs", "4", "--auto-resume")
     assert "has 6 epochs, --epochs is 4: nothing to train" in error
-    assert cli.main([*train, "--epochs", "3", "--overwrite"]) == 0
+    assert main([*train, "--epochs", "3", "--overwrite"]) == 0
     assert load_checkpoint(checkpoint).state["epoch"] == 3
 
 
 def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
     for name, change, command, message in (
         ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
-        ("y", {"y": ["a", "b", "c"]}, "train", "'y' (list, a row per node) can't be a tensor"),
+        ("y", {"y": ["a", "b", "c"]}, "partition", "'y' (list) can't be stored: rows that are split"),
         ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
         ("bool", {"y": torch.ones(3).bool()}, "train", "[num_nodes, 1] (got torch.bool [3])"),
         ("wide", {"y": torch.ones(3, 2).long()}, "train", "(--loss bce; of numbers mse or mae)"),
@@ -487,7 +489,7 @@ def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
         out = ["--out", str(tmp_path / name)]
         cut = ["partition", str(tmp_path / f"{name}.pt"), "--parts", "1", *out, "--quiet"]
         if command == "train":
-            assert cli.main(cut) == 0
+            assert main(cut) == 0
             capsys.readouterr()
             cut = ["train", "--parts", str(tmp_path / name), *SMALL, "--quiet"]
         elif command != "partition":
@@ -498,8 +500,8 @@ def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
 def test_torchrun_with_fewer_workers_than_parts(parts, tmp_path, capsys, in_this_process):
     checkpoint = str(tmp_path / "c")
     train = ["train", "--parts", parts, *SMALL, "--checkpoint", checkpoint, "--auto-resume"]
-    assert cli.main([*train, "--epochs", "2"]) == 0
-    assert cli.main([*train, "--epochs", "3"]) == 0
+    assert main([*train, "--epochs", "2"]) == 0
+    assert main([*train, "--epochs", "3"]) == 0
     captured = capsys.readouterr().out
     assert captured.count("2 epochs, last loss") == captured.count("3 epochs, last loss") == 1
     assert load_checkpoint(checkpoint).world_size == 2
@@ -517,10 +519,10 @@ def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(start, "launch", launched)
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "1"]
-    assert cli.main(train) == 0
-    assert cli.main([*train, "--workers", "1"]) == 0
+    assert main(train) == 0
+    assert main([*train, "--workers", "1"]) == 0
     store = str(tmp_path)
-    assert cli.main([*train, "--memory", "1.5GiB", "--store", store, "--backend", "gloo"]) == 0
+    assert main([*train, "--memory", "1.5GiB", "--store", store, "--backend", "gloo"]) == 0
     common = {"backend": None, "timeout": 1800.0}
     assert calls == [
         (2, common),
@@ -626,11 +628,11 @@ def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeyp
         raise error
 
     monkeypatch.setattr(cli, "run_demo", fail)
-    assert cli.main(["demo"]) == code
+    assert main(["demo"]) == code
     captured = capsys.readouterr().err
     assert captured == ("Interrupted: " if code == 130 else "pyg-sar: error: ") + f"{text}\n"
     if code != 130:
-        assert cli.main(["demo", "--debug"]) == code
+        assert main(["demo", "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err
 
 
@@ -642,7 +644,7 @@ def test_a_lost_worker_of_a_training_says_how_to_go_on(parts, tmp_path, capsys, 
         raise LostWorkerError(f"Rank 1 was lost: it was killed. {RESUME}", rank=1)
 
     monkeypatch.setattr(cli, "on_workers", lose)
-    assert cli.main(["train", "--parts", parts, "--checkpoint", str(checkpoint), "--resume"]) == 1
+    assert main(["train", "--parts", parts, "--checkpoint", str(checkpoint), "--resume"]) == 1
     held = f"'{checkpoint}' holds the state after epoch 2; --resume goes on from there"
     assert capsys.readouterr().err == f"pyg-sar: error: Rank 1 was lost: it was killed; {held}\n"
 
@@ -670,7 +672,7 @@ def spoken(arguments: Sequence[str]) -> str:
     """What the command prints in a worker that has torchrun's variables."""
     finalize()
     with redirect_stdout(io.StringIO()) as printed:
-        assert cli.main(arguments) == 0
+        assert main(arguments) == 0
     return printed.getvalue()
 
 
@@ -706,7 +708,7 @@ def test_under_torchrun_a_mistake_is_one_line(parts):
 
 def test_demo_shows_equal_losses_and_expected_bytes(tmp_path, capsys):
     arguments = ["--nodes", "300", "--workers", "2", "--epochs", "3", "--out", str(tmp_path / "d")]
-    assert cli.main(["demo", *arguments]) == 0
+    assert main(["demo", *arguments]) == 0
     out = capsys.readouterr().out
     assert "largest difference" in out and "the same" in out
     assert "parameter gradients): equal" in out and "NOT" not in out
@@ -718,7 +720,7 @@ def test_demo_fails_where_losses_or_bytes_differ(capsys):
     assert demo._show_losses([1.0, 0.5], [1.0, 0.500009])
     assert not demo._show_losses([1.0, 0.5], [1.0, 0.50002])
     assert "NOT the same" in capsys.readouterr().out
-    config, memory = demo.DemoConfig(epochs=1), {"base_memory": 1, "peak_memory": 2}
+    config, memory = DemoConfig(epochs=1), {"base_memory": 1, "peak_memory": 2}
     expected = demo._expected([10], config)[0]
     less = expected | {"fetch": expected["fetch"] - 1}
     for traffic, equal in ((expected, True), (less, False)):
@@ -759,7 +761,7 @@ def test_ctrl_c_says_what_is_kept(name, command, said, tmp_path, capsys, monkeyp
     monkeypatch.setattr(cli, name, partition if name == "write_partitions" else interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert cli.main(command.format(tmp_path, GRAPH).split()) == 130
+        assert main(command.format(tmp_path, GRAPH).split()) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     text = capsys.readouterr().err.splitlines()[-1]
@@ -781,7 +783,7 @@ def test_one_of_a_kind_is_singular(tmp_path, capsys):
         f"train --parts {root} --workers 1 --epochs 1 --model gcn --memory 1GiB --report {report}",
         f"verify {GRAPH} --workers 1 --model gcn",
     ):
-        assert cli.main(command.split()) == 0, command
+        assert main(command.split()) == 0, command
     text = "".join(capsys.readouterr())
     assert "1 part on 1 worker (1)" in text and "in 1 part\n" in text and "1 epoch," in text
     assert "1 worker against one process" in text

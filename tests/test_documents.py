@@ -27,8 +27,9 @@ from torch_geometric.utils import scatter, softmax, to_undirected
 
 import pyg_sar
 from pyg_sar.kernels import ops
-from pyg_sar.tools import cli, inference
+from pyg_sar.tools import inference
 from pyg_sar.train import TrainConfig
+from pyg_sar.usage.commands import full_parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -93,7 +94,7 @@ def run(document: str, code: list[str], **names: Any) -> None:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (action for action in cli._parser()._actions if action.dest == "==SUPPRESS==")
+    (found,) = (action for action in full_parser()._actions if action.dest == "==SUPPRESS==")
     return found.choices
 
 
@@ -125,7 +126,7 @@ def test_commands_have_the_options_that_exist(capsys):
         words = shlex.split(re.split(r"`|'|  +#", line)[0].replace("...", "").replace(" N", " 2"))
         if len(words) > 2 and words[0] in commands() and words[1] != "--help":
             try:
-                cli._parser().parse_args(words)
+                full_parser().parse_args(words)
             except SystemExit:
                 assert "required" in capsys.readouterr().err, line
             found += 1

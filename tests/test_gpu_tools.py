@@ -28,8 +28,8 @@ from torch_geometric.data import Data
 from torch_geometric.utils import negative_sampling, softmax
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.comm import finalize
-from pyg_sar.tools import cli
 from pyg_sar.tools.rates import Rates
 from pyg_sar.train import NeighborSampling, TrainConfig, with_labels
 
@@ -105,7 +105,7 @@ def test_the_command_trains(more: list[str], tmp_path: Path):
         "8",
     ]
     given += ["--report", str(tmp_path / "r"), "--checkpoint", str(tmp_path / "c"), *more]
-    assert cli.main([*given, "--workers", "2"]) == 0
+    assert main([*given, "--workers", "2"]) == 0
 
 
 def test_the_command_trains_parts_that_take_turns(monkeypatch: Any, tmp_path: Path):
@@ -125,7 +125,7 @@ def test_the_command_trains_parts_that_take_turns(monkeypatch: Any, tmp_path: Pa
         report = tmp_path / str(number)
         line = ["train", "--parts", str(tmp_path / "parts"), "--epochs", "2", "--hidden", "8"]
         line += ["--seed", "1", "--dropout", "0", "--quiet", "--report", str(report), *more]
-        assert cli.main(line) == 0
+        assert main(line) == 0
         epochs = (report / "metrics.jsonl").read_text().splitlines()
         curves.append([json.loads(epoch)["loss"] for epoch in epochs])
         assert len(epochs) == 2 and curves[-1] == pytest.approx(curves[0], rel=1e-5), more
@@ -264,7 +264,7 @@ def test_a_script_prints_what_it_prints_alone(
         monkeypatch.setenv("PRETENDED_NCCL", "1")  # Parts are carried by gloo all the same.
     counts = ("2",) if "--parts" in more else ("1", "2")
     for workers in ("1",) if device == "cuda" and not more and GPUS < 2 else counts:
-        code = cli.main(["run", *more, "--workers", workers, "script.py"])
+        code = main(["run", *more, "--workers", workers, "script.py"])
         found = capfd.readouterr()
         assert code == 0, found.err
         assert found.out == plain.stdout, workers
@@ -292,7 +292,7 @@ def test_a_script_elsewhere_is_told_what_to_do(
     monkeypatch.chdir(tmp_path)
     if GPUS < 2 and not more:
         pytest.skip("needs a GPU for each of two workers")
-    assert cli.main(["run", *more, "--workers", "2", "script.py"]) == 1
+    assert main(["run", *more, "--workers", "2", "script.py"]) == 1
     found = capfd.readouterr().err
     assert re.search(text, found.splitlines()[-1]), found
 

@@ -13,12 +13,12 @@ from oracle import workers
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.assignment import assign_node_types
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.space.index_space import plain
-from pyg_sar.tools.cli import main
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
 

@@ -433,21 +433,38 @@ HELP = """
 import sys
 from pyg_sar.__main__ import main
 try:
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
 finally:
     assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("option", ["--help", "--version", "--wrong"])
-def test_help_and_version_do_without_pytorch(option):
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("--help", 0, "predict memory, bytes"),
+        ("--version", 0, "torch 2."),
+        ("--wrong", 2, "(pyg-sar --"),
+        *((f"{command} --help", 0, f"usage: pyg-sar {command}") for command in usage.COMMANDS),
+        ("train", 2, "required: --parts"),
+        ("train --parts p --epoch 3", 2, "--epoch: there is no such option; did you mean 'epochs'"),
+        ("train --config no.json", 2, "--config no.json: No such file"),
+    ],
+)
+def test_help_and_mistakes_in_options_do_without_pytorch(line, code, said):
     done = subprocess.run(
-        [sys.executable, "-c", HELP, option], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, "-c", HELP, *line.split()], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert "AssertionError" not in done.stderr, done.stderr
-    assert done.returncode == (2 if option == "--wrong" else 0), done.stderr
-    said = {"--help": "predict memory, bytes", "--version": "torch 2.", "--wrong": "(pyg-sar --"}
-    assert said[option] in done.stdout + done.stderr
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_options_name_what_there_is():
+    from pyg_sar.tools import cli, run
+    from pyg_sar.usage import choices
+
+    assert (*run.LOSSES,) == choices.LOSSES and (*cli._RUNNERS,) == (*usage.COMMANDS,)
 
 
 def test_commands_run_from_a_checkout_that_is_not_installed(monkeypatch, capsys):
@@ -475,7 +492,7 @@ def make_targets() -> set[str]:
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_commands_of_the_documents_exist(document, capsys):
-    from pyg_sar.tools.cli import main
+    from pyg_sar.__main__ import main
 
     text = (REPOSITORY / document).read_text()
     made = re.findall(r"(?:^|`)make ([a-z][a-z-]*)", "\n".join(shell_lines(text)) + text, re.M)

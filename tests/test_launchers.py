@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.comm.environment import adopted, find_launcher, first_node, read_environment
 from pyg_sar.comm.group import current, finalize, init
 from pyg_sar.tools import cli
@@ -203,7 +204,7 @@ def stopped(root: str, checkpoint: str, job: int) -> int:
     if rank == 1:
         threading.Thread(target=ask, daemon=True).start()
     options = ["--model", "sage", "--hidden", "4", "--epochs", "100000", "--checkpoint-every", "7"]
-    return cli.main(
+    return main(
         ["train", "--parts", root, "--checkpoint", checkpoint, "--quiet", "--auto-resume", *options]
     )
 

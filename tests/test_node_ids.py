@@ -466,7 +466,7 @@ def test_verify_knows_lists(max_nodes: int):
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from pyg_sar.tools.cli import main
+    from pyg_sar.__main__ import main
 
     data = make_graph(NODES)
     data.roots, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3

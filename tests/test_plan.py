@@ -12,10 +12,11 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GATConv, GraphSAGE
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.store.part_store import CACHES
-from pyg_sar.tools import cli, plan_runs, planning, rates
+from pyg_sar.tools import plan_runs, planning, rates
 from pyg_sar.tools.forecasts import (
     PROCESS,
     Forecast,
@@ -311,7 +312,7 @@ def test_the_command(root, monkeypatch, capsys):
         return planned(*arguments, **options)
 
     monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
-    assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
+    assert main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
     assert "take mode 1 with 2 workers" in capsys.readouterr().out
     assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and given["store"] is None
 
@@ -334,9 +335,9 @@ def test_a_graph_is_planned_before_it_is_partitioned(root, tmp_path, capsys):
         "--modes",
         "1",
     ]
-    assert cli.main([*command, "--parts", "2"]) == 0
+    assert main([*command, "--parts", "2"]) == 0
     assert " 2 *" in capsys.readouterr().out
-    assert cli.main([*command, "--parts", root]) == 2
+    assert main([*command, "--parts", root]) == 2
     assert "GRAPH needs numbers of parts" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [tmp_path / "graph.pt"]
 
@@ -397,5 +398,5 @@ def test_numbers_of_parts_are_suggested(tmp_path, monkeypatch, capsys):
     for options in ({"workers": [1]}, {"store": str(tmp_path)}, {"bandwidth": 1e8, "hosts": 1}):
         with pytest.raises(ValueError, match="or parts= of the graph"):
             pyg_sar.plan(model, data, memory="1GiB", call=call, **options)
-    assert cli.main(["plan"]) == 2
+    assert main(["plan"]) == 2
     assert "takes a GRAPH, or --parts" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GAT, GCN, GATConv, GraphSAGE, HeteroConv, SAGEConv
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.errors import CheckpointError, WorkerError
 from pyg_sar.kernels import ops
 from pyg_sar.partition.storage import merge_partitions
@@ -32,10 +33,10 @@ from pyg_sar.reduction import rows_file
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools import cli, inference, predict
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.models import MODELS, NORMS
 from pyg_sar.tools.run import ModelConfig
 from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.checkpoint import inspect_checkpoint, load_checkpoint
+from pyg_sar.usage.choices import MODELS, NORMS
 
 NODES = 40
 IN_PARTS = pytest.mark.skipif(
@@ -493,7 +494,7 @@ def test_a_checkpoint_runs_no_code(tmp_path: Path, capsys, monkeypatch: pytest.M
         with pytest.raises(CheckpointError, match=message):
             pyg_sar.tools.load_model(path)
         command = ["predict", "--checkpoint", str(path), "--parts", str(tmp_path / "parts")]
-        assert cli.main([*command, "--out", str(tmp_path / "o.npy")]) != 0
+        assert main([*command, "--out", str(tmp_path / "o.npy")]) != 0
         assert re.search(message, capsys.readouterr().err) and not sign.exists()
 
 
@@ -523,15 +524,15 @@ def test_without_validation_nodes_the_last_weights_are_taken(tmp_path: Path):
 def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     graph = "synthetic:nodes=200,degree=6,features=8,classes=3"
-    assert cli.main(["partition", graph, "--parts", "2", "--out", "parts", "--quiet"]) == 0
+    assert main(["partition", graph, "--parts", "2", "--out", "parts", "--quiet"]) == 0
     alone, parts = {"RANK": "0", "WORLD_SIZE": "1"}, ["--parts", "parts"]
     with monkeypatch.context() as hosted:  # As under torchrun, with both parts.
         for name, value in alone.items():
             hosted.setenv(name, value)
         train = ["train", *parts, "--model", "gcn", "--norm", "batch", "--quiet", "--epochs", "3"]
-        assert cli.main([*train, "--checkpoint", "run.ckpt"]) == 0
+        assert main([*train, "--checkpoint", "run.ckpt"]) == 0
         predict = ["predict", "--checkpoint", "run.ckpt", *parts, "--out"]
-        assert cli.main([*predict, "one.npy"]) == 0
+        assert main([*predict, "one.npy"]) == 0
         Path("net.py").write_text(
             "from torch_geometric.nn import GCN\n"
             "def make(data): return GCN(data.num_features, 64, 2, 3, norm='BatchNorm')\n"
@@ -541,18 +542,18 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
             "        out = super().forward(x, edge_index)\n"
             "        return out if train_mask is None else out + train_mask.view(-1, 1)\n"
         )
-        assert cli.main([*predict, "own.npy", "--model", "net.py:make"]) == 0
+        assert main([*predict, "own.npy", "--model", "net.py:make"]) == 0
         own = ["--checkpoint", "own.ckpt", *parts, "--model", "net.py:Net"]
         given = ["--args", "x,edge_index,train_mask"]
-        assert cli.main(["train", *own, *given, "--epochs", "1", "--quiet"]) == 0
+        assert main(["train", *own, *given, "--epochs", "1", "--quiet"]) == 0
         capsys.readouterr()
-        assert cli.main(["train", *own, "--epochs", "2", "--resume", "--quiet"]) == cli.EXIT_USAGE
+        assert main(["train", *own, "--epochs", "2", "--resume", "--quiet"]) == cli.EXIT_USAGE
         assert "args=['x', 'edge_index', 'train_mask'] is now None" in capsys.readouterr().err
-        assert cli.main(["predict", *own[:2], *parts, "--out", "no.npy"]) == cli.EXIT_USAGE
+        assert main(["predict", *own[:2], *parts, "--out", "no.npy"]) == cli.EXIT_USAGE
         assert "how its model is built: add --model net.py:Net\n" in capsys.readouterr().err
-        assert cli.main(["predict", *own, "--out", "masked.npy"]) == 0
-        assert cli.main(["predict", *own, "--out", "plain.npy", "--args", "x,edge_index"]) == 0
-    assert cli.main([*predict, "two.npy"]) == 0
+        assert main(["predict", *own, "--out", "masked.npy"]) == 0
+        assert main(["predict", *own, "--out", "plain.npy", "--args", "x,edge_index"]) == 0
+    assert main([*predict, "two.npy"]) == 0
     assert "200 rows of [3] written to two.npy" in capsys.readouterr().out
     data: Any = merge_partitions("parts")
     added = np.load("masked.npy") - np.load("plain.npy")
@@ -574,9 +575,9 @@ def test_a_model_that_was_trained_with_labels(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     train = "train --parts parts --model sage --labels 0.5 --split 1 --epochs 3 --quiet"
-    assert cli.main([*train.split(), "--checkpoint", "run.ckpt"]) == 0
+    assert main([*train.split(), "--checkpoint", "run.ckpt"]) == 0
     predict = ["predict", "--checkpoint", "run.ckpt", "--parts"]
-    assert cli.main([*predict, "parts", "--out", "out.npy"]) == 0
+    assert main([*predict, "parts", "--out", "out.npy"]) == 0
     extra = inspect_checkpoint("run.ckpt").state["extra"]
     model = GraphSAGE(**extra["pyg"]["arguments"])
     load_checkpoint("run.ckpt", model, weights="best")
@@ -604,7 +605,7 @@ def test_a_model_that_was_trained_with_labels(
         ("other", f"labels of {CLASSES} classes .* of 'other' has label {CLASSES}"),
         ("without", "data.train_mask is missing"),
     ):
-        assert cli.main([*predict, parts, "--out", "o.npy"]) == cli.EXIT_USAGE
+        assert main([*predict, parts, "--out", "o.npy"]) == cli.EXIT_USAGE
         assert re.search(message, capsys.readouterr().err)
 
 
@@ -633,7 +634,7 @@ def test_mistakes_of_the_command(tmp_path: Path, capsys, monkeypatch: pytest.Mon
     }
     for (checkpoint, parts, out), message in wrong.items():
         arguments = ["--checkpoint", checkpoint, "--parts", parts, "--out", out]
-        assert cli.main(["predict", *arguments]) == cli.EXIT_USAGE
+        assert main(["predict", *arguments]) == cli.EXIT_USAGE
         captured = capsys.readouterr()
         assert captured.err.startswith("pyg-sar: error: ") and captured.err.count("\n") == 1
         assert message in captured.err

@@ -18,13 +18,13 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.__main__ import main
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import save_aligned
 from pyg_sar.partition import storage
 from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.schema import VERSION
 from pyg_sar.partition.storage import part_file, read_part
-from pyg_sar.tools.cli import main
 
 # What is stored ##############################################################
 

@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.partition.message_flow import sample_neighbors
 from pyg_sar.tools import cli
 from pyg_sar.tools import run as tool
@@ -111,7 +112,7 @@ def test_the_command(graph, partitions, capsys):
     assert parts(tool.train_worker, 2, config)[0].losses != every.losses
     for wrong in ("0", "3,x", "1,2,3"):
         given = ["train", "--parts", root, "--sampler", "neighbor", "--num-neighbors", wrong]
-        assert cli.main(given) == cli.EXIT_USAGE and "--num-neighbors" in capsys.readouterr().err
+        assert main(given) == cli.EXIT_USAGE and "--num-neighbors" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_refused(graph, partitions):

@@ -24,6 +24,7 @@ from torch_geometric.data import Dataset
 from torch_geometric.loader import NeighborLoader
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.comm.group import current, finalize
 from pyg_sar.tools import cli
 from pyg_sar.tools.script import ScriptConfig, in_own_lines, work
@@ -673,7 +674,7 @@ def test_the_command_shows_one_traceback_and_its_mistakes(tmp_path, capfd, monke
     # The worker that fails first ends the other one, which has printed by then.
     meet = "print(sys.argv[1:], flush=True); pyg_sar.comm.current().barrier()"
     Path("s.py").write_text(f"import sys, pyg_sar\n{meet}\nraise KeyError('here')\n")
-    assert cli.main(["run", "--workers", "2", "s.py", "--workers", "9"]) == 1
+    assert main(["run", "--workers", "2", "s.py", "--workers", "9"]) == 1
     captured = capfd.readouterr()
     assert captured.out == "['--workers', '9']\n"
     assert captured.err.count("Traceback") == captured.err.count("KeyError: 'here'") == 1
@@ -683,7 +684,7 @@ def test_the_command_shows_one_traceback_and_its_mistakes(tmp_path, capfd, monke
         (["--workers", "3", "--parts", "2", "s.py"], "--workers 3 must be from 1"),
         (["--memory", "much", "s.py"], "--memory='much' must be a number of bytes"),
     ):
-        assert cli.main(["run", *arguments]) == cli.EXIT_USAGE
+        assert main(["run", *arguments]) == cli.EXIT_USAGE
         assert text in capfd.readouterr().err
 
 

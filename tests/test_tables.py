@@ -10,7 +10,7 @@ import torch
 from oracle import workers
 
 import pyg_sar
-from pyg_sar.tools import cli
+from pyg_sar.__main__ import main
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.predict import write_table
 from pyg_sar.tools.tables import names_of
@@ -78,12 +78,12 @@ def test_without_a_table_of_nodes_they_are_those_of_the_edges(tmp_path):
 def test_columns_that_are_no_features_are_named(tmp_path, capsys):
     command = ["partition", people(tmp_path, NAMES), "--parts", "2", "--method", "random"]
     command += ["--out", str(tmp_path / "parts"), "--overwrite", "--quiet"]
-    assert cli.main(command) == 0
+    assert main(command) == 0
     assert capsys.readouterr().err == (
         "no features: 2 columns stay attributes of their own; make x of them by --features age "
         "income\n"
     )
-    assert cli.main([*command, "--features", "age"]) == 0
+    assert main([*command, "--features", "age"]) == 0
     assert capsys.readouterr().err == ""
 
 

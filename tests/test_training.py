@@ -22,13 +22,14 @@ from torch_geometric.nn import GATConv
 
 import pyg_sar
 from pyg_sar.errors import DivergedError
-from pyg_sar.tools.models import MODELS, NORMS, build_model, stock_model
+from pyg_sar.tools.models import build_model, stock_model
 from pyg_sar.train import callbacks as callbacks_module
 from pyg_sar.train.arguments import make_schedulers, step
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
 from pyg_sar.train.targets import find_targets
 from pyg_sar.train.trainer import Callback, Trainer
+from pyg_sar.usage.choices import MODELS, NORMS
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 

@@ -18,8 +18,8 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar.__main__ import main
 from pyg_sar.tensors import NodeTensor
-from pyg_sar.tools.cli import main
 from pyg_sar.tools.verify import call_with, sample_nodes
 
 

@@ -27,9 +27,9 @@ from pyg_sar.partition.balance import (
 from pyg_sar.partition.coarsening import Edges, coarsened_assignment
 from pyg_sar.partition.geometric import geometric_assignment
 from pyg_sar.partition.scratch import Scratch
+from pyg_sar.usage.choices import METHODS
 from pyg_sar.wording import counted
 
-METHODS = ("balanced", "metis", "coarsened", "geometric", "random", "contiguous")
 _MOST_PARTS = 99_999
 _STREAMED = 2**30  # bytes for pieces of the stream where nothing limits them
 

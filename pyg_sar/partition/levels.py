@@ -16,11 +16,11 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.attributes import NODE_NAMES, is_sparse, named_attributes, rows_of
+from pyg_sar.usage.choices import LEVELS
 from pyg_sar.wording import counted
 
 SURELY_NODES = (*NODE_NAMES, "y", "z", "batch", "normal")
 """Names of node-level attributes that PyG documents; others may have a row per edge as well."""
-LEVELS = ("node", "edge", "graph")
 
 
 def check_levels(levels: Mapping[str, str] | None, names: Collection[str]) -> None:

@@ -22,11 +22,11 @@ import torch
 
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import from_json, has_checksum, read_text
-from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import HeteroPartitionStatistics, PartitionStatistics
 from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.schema import FORMAT, VERSION, RowGroup, StoreInfo, is_hetero
+from pyg_sar.usage.choices import METHODS
 from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1

@@ -8,11 +8,10 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -21,18 +20,15 @@ from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.messages import RESUME
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import LostWorkerError, PygSarError, StoppedError, WorkerError
-from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.attributes import MASKS
 from pyg_sar.partition.storage import write_partitions
-from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools.demo import DemoConfig, run_demo
-from pyg_sar.tools.graphs import load_graph, names_in, number_columns, settings_of
-from pyg_sar.tools.models import MODELS, NORMS, call_with, imported_model, place_and_name
-from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
+from pyg_sar.policy import SARPolicy
+from pyg_sar.tools.demo import run_demo
+from pyg_sar.tools.graphs import load_graph, number_columns, settings_of
+from pyg_sar.tools.models import call_with, imported_model, place_and_name
+from pyg_sar.tools.planning import plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import (
-    LOSSES,
-    METRICS,
     ModelConfig,
     RunConfig,
     classes_of,
@@ -41,22 +37,17 @@ from pyg_sar.tools.run import (
     train_seeds,
     use_features,
 )
-from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
+from pyg_sar.tools.script import run_command
 from pyg_sar.tools.start import (
-    add_workers,
-    levels_in,
-    node_ids_of,
     on_workers,
-    options_of_file,
     tell_agent,
-    unknown_option,
 )
 from pyg_sar.tools.tables import TABLES
 from pyg_sar.tools.verify import verify
-from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
+from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
-from pyg_sar.usage import COMMANDS, Parser, command_parser
+from pyg_sar.usage.choices import MODELS, DemoConfig
 from pyg_sar.wording import counted
 
 EXIT_FAILURE = 1
@@ -69,84 +60,16 @@ _USAGE_ERRORS = ("UsageError", "PartitionError", "CheckpointError", "ReportError
 _CLEAR_ERRORS = ("DivergedError", "CommTimeoutError", "StoreError")
 
 _COURTESY = 2.0  # seconds
-_OF_FEATURES = "columns of a table that become x, in this order: age income 'f*'"
-_OF_ROWS = "a row per node: .npy, or .parquet, .csv with the ids of nodes"
-_OF_ARGS = "attributes that the model takes: x,edge_index,edge_attr"
-_OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
-_OF_LEVELS = "what rows of attributes are: weight=edge,degree=node (see write_partitions)"
-
-_PARTITION_EPILOG = """\
-sources:
-  synthetic                 built in: power-law degrees, planted classes (the default)
-  cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
-  ogbn-arxiv, ...           OGB's raw files in --data-root; ogb ('pyg_sar[ogb]') downloads them
-  FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
-  FILE.parquet, FILE.csv    edges: columns source and target; :nodes=FILE has a row per node
-  FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
-                            so that with --memory it may be larger than the memory
-Options follow a colon:
-  pyg-sar partition synthetic:nodes=200000,degree=50 --parts 4 --out parts
-  pyg-sar partition photo:undirected=true,split=random --parts 4 --out parts
-"""
-
-_TRAIN_EPILOG = """\
-one machine:
-  pyg-sar train --parts parts --workers 4
-  torchrun --nproc-per-node 4 -m pyg_sar train --parts parts
-fewer workers than parts: each computes several parts in turn
-  pyg-sar train --parts parts --workers 2
-
-several hosts, here two with two workers each; the same line on both, but for --node-rank 0 and 1
-(the partition's folder under the same path on each; rank 0's host writes checkpoint and report):
-  torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 \\
-      --master-addr host0 --master-port 29500 -m pyg_sar train --parts parts
-Workers talk over the interface that host0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
-
-after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
-itself with
-  torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
-and with --nnodes 1:2 it goes on with the hosts that are left, which take over the parts
-srun, mpirun and others start it as well (docs/launching.md); after SIGUSR1 to any worker all save
-to --checkpoint and end with code 75
-"""
-
-_PREDICT_EPILOG = """\
-The graph may be another one than that of the training. Under torchrun, and with fewer workers than
-parts, as pyg-sar train. The file gets its name once all rows are written.
-Tables (.parquet, .csv) have the columns id (what the graph's own tables call the node, else its
-number) and out_0, out_1, ...
-  pyg-sar predict --checkpoint run.ckpt --parts parts --out predictions.npy
-  pyg-sar predict --checkpoint run.ckpt --parts parts --out predictions.parquet
-  pyg-sar predict --checkpoint run.ckpt --parts parts --out z.npy --model net.py:make
-"""
-
-_VERIFY_EPILOG = """\
-sources: as of pyg-sar partition
-models:
-  gat, gcn, sage, ...       with the options below
-  mycode:make, net.py:Net   what make(data), or make(), returns
-Exit code 0: the same as in one process. 1: not supported, or not the same.
-  pyg-sar verify cora --model gcn --norm batch
-  pyg-sar verify graph.pt --model net.py:make --args x,edge_index,edge_attr
-"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
+def run_parsed(arguments: argparse.Namespace) -> int:
+    """Runs a command and returns the exit code.
 
     0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 75: SIGUSR1 came,
     the checkpoint is saved. 130: Ctrl-C.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
     try:
-        arguments, unknown = parser.parse_known_args(_with_file(parser, argv))
-        if unknown:
-            raise ValueError(unknown_option(arguments.command, unknown))
-    except (ImportError, OSError, ValueError) as error:
-        return _explain(error, "--debug" in argv)
-    try:
-        code = arguments.run(arguments)
+        code = _RUNNERS[arguments.verb](arguments)
     except KeyboardInterrupt as interrupt:
         code = EXIT_INTERRUPT
         if _rank() == 0:
@@ -157,23 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _explain(error, arguments.debug)
     sys.stdout.flush()
     return code
-
-
-def _with_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Returns the arguments, before them the options of the file that ``--config`` names."""
-    if argv[:1] != ["train"]:
-        return argv
-    first = Parser(prog="pyg-sar train", add_help=False)
-    first.add_argument("--config", action="append", default=[])
-    paths = first.parse_known_args(argv)[0].config
-    if not paths:
-        return argv
-    if len(paths) > 1:
-        raise ValueError(
-            f"--config is given {len(paths)} times ({', '.join(paths)}): give one file"
-        )
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return ["train", *options_of_file(commands.choices["train"], paths[0]), *argv[1:]]
 
 
 def _explain(error: Exception, debug: bool) -> int:
@@ -462,193 +368,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else EXIT_FAILURE
 
 
-# Arguments ###################################################################
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser()
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_partition(commands)
-    model = add_plan(_command(commands, "plan", plan_command, PLAN_EPILOG))
-    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
-    _add_train(commands)
-    add_run(_command(commands, "run", run_command, RUN_EPILOG))
-    _add_predict(commands)
-    _add_verify(commands)
-    _add_demo(commands)
-    return parser
-
-
-def _command(commands: Any, name: str, run: Any, epilog: str) -> Any:
-    help = COMMANDS[name]
-    command = commands.add_parser(
-        name,
-        help=help,
-        description=help[0].upper() + help[1:] + ".",
-        epilog=epilog,
-        formatter_class=_Formatter,
-    )
-    command.add_argument("--debug", action="store_true", help="show tracebacks")
-    command.set_defaults(run=run, command=command)
-    return command
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows defaults where there are any, and the epilog as it is written."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        shown = action.default is not None and not isinstance(action.default, bool)
-        if not shown or action.default == argparse.SUPPRESS:
-            return text
-        return text + " (default: %(default)s)"
-
-
-def _add_partition(commands: Any) -> None:
-    add = _command(commands, "partition", _partition, _PARTITION_EPILOG).add_argument
-    add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
-    add("--parts", type=int, required=True, metavar="N", help="parts: one or more per worker")
-    add("--out", required=True, metavar="DIR", help="folder to write")
-    of_method = "balanced: even nodes and edges; metis: even nodes; coarsened: in less memory; "
-    of_method += "geometric: by pos"
-    add("--method", choices=METHODS, default="balanced", help=of_method)
-    add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
-    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
-    add("--levels", type=levels_in, metavar="NAMES", help=_OF_LEVELS)
-    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
-    add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)
-    of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
-    add("--memory", metavar="SIZE", help=of_memory)
-    of_training = "even training nodes too, by balanced or coarsened"
-    add("--balance-training", action="store_true", help=of_training)
-    add("--overwrite", action="store_true", help="replace a partition in DIR")
-    add("--quiet", action="store_true", help="print the statistics only")
-
-
-def _add_train(commands: Any) -> None:
-    command: argparse.ArgumentParser = _command(commands, "train", _train, _TRAIN_EPILOG)
-    group = add_workers(command)
-    group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
-    group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    group("--wire", choices=WIRES, default="exact", help="how halo rows are sent")
-    group(
-        "--refresh-every",
-        type=int,
-        default=1,
-        metavar="K",
-        help="steps: exchange rows in each K-th",
-    )
-    group("--measure-every", type=int, metavar="N", help="epochs: report errors of gradients")
-
-    of_config = "YAML or JSON of options by name; those of the command line win"
-    command.add_argument("--config", metavar="FILE", help=of_config)
-    model = command.add_argument_group("model").add_argument
-    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, module:callable or FILE.py:...")
-    model("--args", type=names_in, metavar="NAMES", help=_OF_ARGS)
-    _add_training(command)
-    _add_files(command)
-
-
-def _add_predict(commands: Any) -> None:
-    command = _command(commands, "predict", _predict, _PREDICT_EPILOG)
-    add = command.add_argument
-    add("--checkpoint", required=True, metavar="FILE", help="the trained model")
-    add("--out", required=True, metavar="FILE", help=_OF_ROWS)
-    add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
-    add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
-    add("--args", type=names_in, metavar="NAMES", help=f"{_OF_ARGS} (default: the training's)")
-    add_workers(command)
-
-
-def _add_model(group: Any, **model: Any) -> None:
-    group("--model", default="gat", **model)
-    group("--hidden", type=int, default=64, metavar="N", help="width, of all heads together")
-    group("--layers", type=int, default=2, metavar="N", help="convolutions")
-    group("--heads", type=int, default=8, metavar="N", help="attention heads (gat, gatv2)")
-    group("--dropout", type=float, default=0.5, metavar="P", help="probability")
-    group("--norm", choices=NORMS, default="none", help="between layers")
-
-
-def _add_training(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("training").add_argument
-    group("--loss", choices=tuple(LOSSES), default="cross_entropy", help="of classes, or numbers")
-    group("--epochs", type=int, default=200, metavar="N", help="in all, resumed ones included")
-    group("--lr", type=float, default=0.01, help="learning rate")
-    group("--optimizer", choices=OPTIMIZERS, default="adam", help="the optimizer")
-    group("--weight-decay", type=float, default=5e-4, metavar="X", help="of all parameters")
-    group("--schedule", choices=SCHEDULES, default="none", help="of the learning rate")
-    group("--warmup", type=int, default=0, metavar="N", help="epochs of a linear ramp")
-    group("--step-size", type=int, default=50, metavar="N", help="of step and plateau")
-    group("--gamma", type=float, default=0.5, metavar="X", help="of step and plateau")
-    group("--label-smoothing", type=float, default=0.0, metavar="X", help="in [0, 1)")
-    group("--clip-norm", type=float, metavar="X", help="largest norm of all gradients")
-    group("--seed", type=int, default=0, help="of parameters and dropout")
-    group("--seeds", type=int, default=1, metavar="N", help="runs, with seeds from --seed on")
-    of_mfg = "compute what training nodes need, not all; auto: where that is less"
-    group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
-    group("--labels", type=float, metavar="X", help="share of training labels that are inputs")
-    group("--sampler", choices=("none", "neighbor"), default="none", help="to compare with")
-    of_neighbors = "sampled ones, by hop; -1: all (default: 10)"
-    group("--num-neighbors", metavar="N,N", help=of_neighbors)
-    of_batch = "training nodes of a sample (default: 1024)"
-    group("--batch-size", type=int, metavar="N", help=of_batch)
-
-    group = command.add_argument_group("evaluation").add_argument
-    group("--eval-every", type=int, default=1, metavar="N", help="epochs")
-    of_metric = "says which epoch is best, on validation (default: accuracy of classes, else loss)"
-    group("--metric", choices=METRICS, help=of_metric)
-    group("--patience", type=int, metavar="N", help="evaluations to wait, then stop early")
-    group("--split", type=int, default=0, metavar="K", help="column of two-dimensional masks")
-
-
-def _add_files(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("files").add_argument
-    group("--checkpoint", metavar="FILE", help="save here")
-    group("--checkpoint-every", type=int, metavar="N", help="epochs (default: 10)")
-    group(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="go on from here; without FILE: from --checkpoint",
-    )
-    group("--auto-resume", action="store_true", help="go on from --checkpoint if it exists")
-    group("--allow-changes", action="store_true", help="resume with other settings")
-    group("--report", metavar="DIR", help="write settings, metrics and a picture here")
-    group("--tensorboard", metavar="DIR", help="write losses and scores for TensorBoard here")
-    group("--overwrite", action="store_true", help="replace another run's report and checkpoint")
-    group("--quiet", action="store_true", help="no progress")
-
-
-def _add_verify(commands: Any) -> None:
-    command = _command(commands, "verify", _verify, _VERIFY_EPILOG)
-    add = command.add_argument
-    add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
-    add("--workers", type=int, default=3, metavar="N", help="parts that this process hosts")
-    add("--max-nodes", type=int, default=2000, metavar="N", help="look at a sample of N nodes")
-    add("--method", choices=METHODS, default="random", help="who gets which node")
-    add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
-    add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
-    add("--levels", type=levels_in, metavar="NAMES", help=_OF_LEVELS)
-    add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
-    add("--store", metavar="DIR", help="folder for what parts that wait hold")
-    add("--args", type=names_in, metavar="NAMES", help=_OF_ARGS)
-    add("--seed", type=int, default=0, help="of the sample and the parameters")
-    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
-    add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)
-    group = command.add_argument_group("model").add_argument
-    _add_model(group, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
-
-
-def _add_demo(commands: Any) -> None:
-    command = _command(commands, "demo", lambda given: run_demo(settings_of(DemoConfig, given)), "")
-    add = command.add_argument
-    default = DemoConfig()
-    add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
-    add("--workers", type=int, default=default.workers, metavar="N", help="and parts")
-    add("--epochs", type=int, default=default.epochs, metavar="N", help="to train")
-    add("--mode", type=int, choices=(1, 2, 3), default=default.mode, help="of the layers")
-    add("--prefetch", type=int, default=default.prefetch, choices=(0, 1), help="shards ahead")
-    add("--seed", type=int, default=default.seed, help="of graph, partition and parameters")
-    add("--out", default=default.out, metavar="DIR", help="for the partition and the picture")
+_RUNNERS = {
+    "partition": _partition,
+    "plan": plan_command,
+    "train": _train,
+    "run": run_command,
+    "predict": _predict,
+    "verify": _verify,
+    "demo": lambda arguments: run_demo(settings_of(DemoConfig, arguments)),
+}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.report import legend_below
+from pyg_sar.usage.choices import DemoConfig
 from pyg_sar.wording import counted
 
 TOLERANCE = 1e-5
@@ -42,19 +43,6 @@ ROW_BYTES = {
     "convs.0": 4 * (HEADS * HIDDEN + HEADS),
     "convs.1": 4 * (HEADS * CLASSES + HEADS),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DemoConfig:
-    """The settings of the demo; see ``pyg-sar demo --help``."""
-
-    nodes: int = 20_000
-    workers: int = 4
-    epochs: int = 20
-    mode: int = 1
-    prefetch: Literal[0, 1] = 1
-    seed: int = 0
-    out: str = "runs/demo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -201,11 +201,6 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def names_in(text: str) -> list[str]:
-    """Returns the names of an option such as ``x,edge_index``."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def settings_of(kind: Callable[..., T], given: Namespace, /, **others: Any) -> T:
     """Returns a dataclass of the options that have its fields' names, and of ``others``."""
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]

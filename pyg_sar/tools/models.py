@@ -25,17 +25,13 @@ from torch import nn
 from torch_geometric.data import Data
 
 from pyg_sar.files import check_argument, check_whole
+from pyg_sar.usage.choices import MODELS, NORMS
 
 Call = Callable[[nn.Module, Data], Any]
 """Calls a model with what a graph holds."""
 
+
 #: Names that :func:`stock_model` takes.
-MODELS: tuple[str, ...] = ("gat", "gatv2", "sage", "gcn", "gin")
-
-#: Normalisations that :func:`stock_model` takes: none, ``BatchNorm``, ``LayerNorm`` of each row.
-NORMS: tuple[str, ...] = ("none", "batch", "layer")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockModel:
     """A class of ``torch_geometric.nn`` and its keyword arguments, as JSON can hold them."""

@@ -32,13 +32,14 @@ from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools import plan_runs
 from pyg_sar.tools.forecasts import Forecast, Machine, Plan
-from pyg_sar.tools.graphs import load_graph, names_in, parse_source, settings_of
-from pyg_sar.tools.models import MODELS, call_with, imported_model
+from pyg_sar.tools.graphs import load_graph, parse_source, settings_of
+from pyg_sar.tools.models import call_with, imported_model
 from pyg_sar.tools.plan_runs import Samples
 from pyg_sar.tools.plan_sample import PublishedPartition, estimated_partitions, read_shapes
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, as_usage_errors, call_of, count_classes, use_features
 from pyg_sar.train.flow import call_model
+from pyg_sar.usage.choices import MODELS
 
 MOST_ESTIMATED = 8
 """Parts of a graph that is not partitioned, at most, if no numbers are given."""
@@ -245,39 +246,7 @@ class _Tried:
 # ``pyg-sar plan`` ##################################################################
 
 
-PLAN_EPILOG = """\
-Each folder is a partition; there is one worker for each part, if --workers says nothing else.
-  pyg-sar plan --parts parts4 parts8 --model sage --hidden 256 --layers 3 --memory 16GiB
-  pyg-sar plan graph.pt --model gat --memory 4GiB
-  pyg-sar plan graph.pt --parts 2 4 8 --model gat --memory 4GiB
-  pyg-sar plan --parts parts --model net.py:make --bandwidth 1Gb --hosts 2
-  pyg-sar plan --parts parts16 --model gat --workers 1 2 4 --memory 2GiB --store /scratch
-Exit code 1: nothing fits.
-"""
-
 _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-
-
-def add_plan(command: argparse.ArgumentParser) -> Any:
-    """Adds the arguments of ``pyg-sar plan``, and returns what adds those of the model."""
-    add = command.add_argument
-    of_parts = "folders of partitions; or published:parts=32,nodes=...,edges=...,halo=...,..."
-    of_graph = "one that is not partitioned yet, as of pyg-sar partition: --parts are then numbers "
-    of_graph += "(default: 2, 4 and 8, estimated)"
-    add("source", nargs="?", metavar="GRAPH", help=of_graph)
-    add("--parts", nargs="+", metavar="DIR", help=of_parts)
-    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
-    add("--picture", metavar="FILE", help="write a picture of the table: .svg, .png, .pdf")
-    add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
-    add("--modes", nargs="+", type=int, choices=(1, 2, 3), help="to compare (default: all)")
-    add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
-    of_store = "with --memory: parts that wait go to a file here, as in train; its disk is tried"
-    add("--store", metavar="DIR", help=of_store)
-    add("--bandwidth", metavar="RATE", help="bits/s of each host's link: 1Gb (default: one host)")
-    add("--hosts", type=int, metavar="N", help="that workers are on (default: one each)")
-    of_args = "attributes that the model takes: x,edge_index,edge_attr"
-    add("--args", type=names_in, metavar="NAMES", help=of_args)
-    return command.add_argument_group("model").add_argument
 
 
 def plan_command(arguments: argparse.Namespace) -> int:

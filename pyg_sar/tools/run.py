@@ -26,7 +26,6 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.models import (
-    MODELS,
     Call,
     StockModel,
     call_with,
@@ -42,6 +41,7 @@ from pyg_sar.train.objective import Loss
 from pyg_sar.train.report import SUMMARY, Report, write_json
 from pyg_sar.train.targets import SPLITS, find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
+from pyg_sar.usage.choices import MODELS, OF_CLASSES, OF_NUMBERS
 from pyg_sar.wording import counted
 
 _FEW_CLASSES = 2**16  # may be numbered with gaps, however small the graph
@@ -53,11 +53,6 @@ LOSSES: dict[str, Loss | None] = {
     "mse": F.mse_loss,
     "mae": F.l1_loss,
 }
-_OF_CLASSES = {"accuracy": "accuracy", "auc": "auroc", "ap": "average_precision", "f1": "f1_score"}
-_OF_NUMBERS = {"mae": "mean_absolute_error", "mse": "mean_squared_error", "r2": "r2_score"}
-
-#: Metrics by name, of which all but the loss and the accuracy of classes are torchmetrics'.
-METRICS: tuple[str, ...] = ("loss", *_OF_CLASSES, *_OF_NUMBERS)
 
 
 class UsageError(PygSarError, ValueError):
@@ -307,8 +302,8 @@ def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
     name, numbers = config.metric, config.loss in ("mse", "mae")
     if name is None or name == "loss" or (name == "accuracy" and config.loss == "cross_entropy"):
         return {}
-    if (name in _OF_NUMBERS) != numbers:
-        fit = ["mse", "mae"] if name in _OF_NUMBERS else ["cross_entropy", "bce"]
+    if (name in OF_NUMBERS) != numbers:
+        fit = ["mse", "mae"] if name in OF_NUMBERS else ["cross_entropy", "bce"]
         raise UsageError(
             f"--metric {name} does not go with --loss {config.loss}: give --loss {' or '.join(fit)}"
         )
@@ -318,7 +313,7 @@ def _metrics(config: RunConfig, outputs: int) -> dict[str, Any]:
         raise ModuleNotFoundError(
             f"--metric {name} is computed by torchmetrics: pip install 'pyg_sar[metrics]'"
         ) from error
-    measure: Any = getattr(functional, _OF_NUMBERS.get(name) or _OF_CLASSES[name])
+    measure: Any = getattr(functional, OF_NUMBERS.get(name) or OF_CLASSES[name])
     if numbers:
         return {name: lambda pred, y: measure(pred.double(), y.double())}
     task = "multiclass" if config.loss == "cross_entropy" else "multilabel"

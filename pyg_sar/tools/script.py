@@ -40,15 +40,13 @@ from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
 from pyg_sar.tools.start import (
-    add_hosting,
     default_workers,
     device_of_parts,
     hosting_of,
-    levels_in,
-    node_ids_of,
     tell_agent,
     was_launched,
 )
+from pyg_sar.usage.choices import SCRIPT_WORKERS
 
 EXIT_INTERRUPT = 130
 
@@ -328,43 +326,6 @@ def _trace_at_end(config: ScriptConfig, process: Process) -> Iterator[None]:
 # ``pyg-sar run`` ##################################################################
 
 
-RUN_EPILOG = """\
-the script is one for a single process, as it is (docs/whole-graph.md):
-  pyg-sar run --workers 4 gcn.py --epochs 100
-  torchrun --nproc-per-node 4 -m pyg_sar run gcn.py --epochs 100
-All options stand before the script; what follows it is for the script.
-Exit code: the script's own. 1: it failed, or a worker did. 130: Ctrl-C.
-"""
-
-_WORKERS = 2
-
-
-def add_run(command: argparse.ArgumentParser) -> None:
-    """Adds the arguments of ``pyg-sar run``."""
-    group = command.add_argument_group("workers").add_argument
-    group(
-        "--workers", type=int, metavar="N", help=f"start N here (default: --parts, or {_WORKERS})"
-    )
-    group("--parts", type=int, metavar="N", help="parts of the graph (default: one per worker)")
-    add_hosting(group)
-    group(
-        "--float64",
-        action="store_true",
-        help="default dtype float64, and datasets' float32 as float64: to check what float32 gives",
-    )
-    group = command.add_argument_group("graphs").add_argument
-    group("--cache", metavar="DIR", help="folder of partitions (default: in the user's cache)")
-    group(
-        "--node-ids",
-        type=node_ids_of,
-        metavar="NAMES",
-        help="attributes that hold node ids, or don't: a,b=no",
-    )
-    group("--levels", type=levels_in, metavar="NAMES", help="what rows are: a=edge,b=node")
-    command.add_argument("script", metavar="SCRIPT", help="a Python file")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-
-
 def run_command(arguments: argparse.Namespace) -> int:
     """Runs ``pyg-sar run``, and returns the script's exit code."""
     if not Path(arguments.script).is_file():
@@ -382,7 +343,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
-    workers = default_workers(arguments.parts or _WORKERS, config.store)
+    workers = default_workers(arguments.parts or SCRIPT_WORKERS, config.store)
     workers = workers if arguments.workers is None else arguments.workers
     if workers < 1 or (config.parts is not None and not workers <= config.parts):
         raise ValueError(

@@ -10,11 +10,10 @@ from typing import Literal
 
 from pyg_sar.files import check_argument as _check
 from pyg_sar.files import check_whole
+from pyg_sar.usage.choices import OPTIMIZERS, SCHEDULES
 from pyg_sar.wording import Shown, counted
 
 #: Names that :class:`TrainConfig` takes.
-OPTIMIZERS: tuple[str, ...] = ("adam", "adamw", "sgd")
-SCHEDULES: tuple[str, ...] = ("none", "cosine", "step", "plateau")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
