@@ -94,7 +94,7 @@ def run(document: str, code: list[str], **names: Any) -> None:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    (found,) = (action for action in full_parser()._actions if action.dest == "==SUPPRESS==")
+    (found,) = (action for action in full_parser()._actions if action.dest == "verb")
     return found.choices
 
 
