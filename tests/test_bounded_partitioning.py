@@ -31,13 +31,12 @@ NODES, EDGES = 3000, 60_000  # several pieces at the smallest limit
 
 
 def graph() -> Data:
-    """Every kind of attribute: dense of all levels, sparse, texts, node ids."""
+    """Every kind of attribute: dense of all levels, sparse, node ids."""
     torch.manual_seed(0)
     data = Data(x=torch.randn(NODES, 5), edge_index=torch.randint(0, NODES, (2, EDGES)))
     data.edge_attr, data.edge_weight = torch.randn(EDGES, 2), torch.rand(EDGES).bfloat16()
     data.y, data.train_mask = torch.randint(0, 4, (NODES,)), torch.rand(NODES) < 0.5
     data.bag = torch.eye(NODES).to_sparse_csr()
-    data.title = [f"node {i}" for i in range(NODES)]
     data.train_idx, data.names = torch.randperm(NODES)[:100], ["a", "b"]
     data.empty = torch.empty(NODES, 0)
     return data
