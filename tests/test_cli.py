@@ -472,7 +472,7 @@ def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd, 
 def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
     for name, change, command, message in (
         ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
-        ("y", {"y": ["a", "b", "c"]}, "partition", "'y' (list) can't be stored: rows that are split"),
+        ("y", {"y": ["a", "b", "c"]}, "partition", "'y' (list) can't be stored: rows that"),
         ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
         ("bool", {"y": torch.ones(3).bool()}, "train", "[num_nodes, 1] (got torch.bool [3])"),
         ("wide", {"y": torch.ones(3, 2).long()}, "train", "(--loss bce; of numbers mse or mae)"),
