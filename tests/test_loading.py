@@ -126,6 +126,20 @@ def test_rows_that_are_no_tensor_are_refused(name: str, value: Any, level: str, 
         assert type(found) is type(value) and list(found) == list(value)
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_the_number_of_nodes_is_kept_where_it_was_said(said: bool, tmp_path: Path):
+    data = Data(x=torch.ones(9, 2), edge_index=torch.tensor([[0, 5], [4, 6]]))
+    if said:
+        data.num_nodes = 9
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+
+    def worker() -> bool:
+        return "num_nodes" in pyg_sar.load_partition(tmp_path / "parts")
+
+    assert workers(worker, 2) == [said, said]
+    assert pyg_sar.partition.merge_partitions(tmp_path / "parts").num_nodes == 9
+
+
 def test_loading_needs_no_other_part(root: Path):
     """A worker's own file is enough: the others may lie on other hosts."""
 

@@ -91,11 +91,13 @@ def _store_of_data(
     data: Any, node_ids: NodeIds | None, levels: Mapping[str, str] | None, whole: bool
 ) -> WholeStore:
     check_levels(levels, data.keys())
+    said = data.get("num_nodes")
     data = with_edges(data)
     edges, count = check_graph(data, whole=whole)
     data, lists = without_lists(data, count, said_of(node_ids, data.keys()), levels)
     known = Levels(data, count, levels)
-    columns = encode_all(known.data.to_dict(), known.told, known.counts, "the graph")
+    values = known.data.to_dict() | {"num_nodes": said}
+    columns = encode_all(values, known.told, known.counts, "the graph")
     totals = {"node": count, "edge": edges.size(1)}
     return _store(None, "", totals, columns, lists, edges)
 
