@@ -392,7 +392,7 @@ class _Saved:
             self._wrap = partial(_wrapped, type(whole), whole.rows, whole.axis)
         tensor = _rows_of(whole)
         self._tensor: Tensor | None = tensor
-        self._bits: Tensor | None = None
+        self._bits = torch.empty(0, dtype=torch.uint8)  # once the tensor is None
         self._version, self._sign = tensor._version, sign
         self._shape, self._dtype, self._value = tensor.shape, tensor.dtype, 1.0
 
@@ -428,9 +428,8 @@ class _Saved:
         """The tensor, or one with the same answers; ``RuntimeError``: it was changed in place
         since.
         """
-        if self._bits is None:
-            tensor = self._tensor
-            assert tensor is not None
+        tensor = self._tensor
+        if tensor is not None:
             if tensor._version != self._version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
