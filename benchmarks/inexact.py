@@ -23,7 +23,7 @@ import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.models import build_model
-from pyg_sar.usage.choices import MODELS
+from pyg_sar.usage import MODELS
 
 POLICIES: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -21,7 +21,7 @@ import pyg_sar
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.flow import call_model, check_flow
-from pyg_sar.usage.choices import MODELS
+from pyg_sar.usage import MODELS
 
 LAYERS = 2
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pyg_sar.files import check_argument, check_whole
-from pyg_sar.usage.choices import WIRES
+from pyg_sar.usage import WIRES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

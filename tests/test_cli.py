@@ -37,7 +37,7 @@ from pyg_sar.train.callbacks import TensorBoard
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import read_metrics
-from pyg_sar.usage.choices import MODELS, DemoConfig
+from pyg_sar.usage import MODELS, DemoConfig
 from pyg_sar.wording import counted
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"

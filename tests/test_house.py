@@ -462,9 +462,8 @@ def test_help_and_mistakes_in_options_do_without_pytorch(line, code, said):
 
 def test_options_name_what_there_is():
     from pyg_sar.tools import cli, run
-    from pyg_sar.usage import choices
 
-    assert (*run.LOSSES,) == choices.LOSSES and (*cli._RUNNERS,) == (*usage.COMMANDS,)
+    assert (*run.LOSSES,) == usage.LOSSES and (*cli._RUNNERS,) == (*usage.COMMANDS,)
 
 
 def test_commands_run_from_a_checkout_that_is_not_installed(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from torch_geometric.nn import GCNConv
 import pyg_sar
 from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.storage import merge_partitions, write_partitions
-from pyg_sar.usage.options import levels_in
+from pyg_sar.usage import levels_in
 
 NODES = 8
 

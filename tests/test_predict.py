@@ -36,7 +36,7 @@ from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.run import ModelConfig
 from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.checkpoint import inspect_checkpoint, load_checkpoint
-from pyg_sar.usage.choices import MODELS, NORMS
+from pyg_sar.usage import MODELS, NORMS
 
 NODES = 40
 IN_PARTS = pytest.mark.skipif(

@@ -29,7 +29,7 @@ from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
 from pyg_sar.train.targets import find_targets
 from pyg_sar.train.trainer import Callback, Trainer
-from pyg_sar.usage.choices import MODELS, NORMS
+from pyg_sar.usage import MODELS, NORMS
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 

@@ -27,7 +27,7 @@ from pyg_sar.partition.balance import (
 from pyg_sar.partition.coarsening import Edges, coarsened_assignment
 from pyg_sar.partition.geometric import geometric_assignment
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.usage.choices import METHODS
+from pyg_sar.usage import METHODS
 from pyg_sar.wording import counted
 
 _MOST_PARTS = 99_999

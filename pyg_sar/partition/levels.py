@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.partition.attributes import NODE_NAMES, is_sparse, named_attributes, rows_of
-from pyg_sar.usage.choices import LEVELS
+from pyg_sar.usage import LEVELS
 from pyg_sar.wording import counted
 
 SURELY_NODES = (*NODE_NAMES, "y", "z", "batch", "normal")

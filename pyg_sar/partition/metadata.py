@@ -26,7 +26,7 @@ from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dty
 from pyg_sar.partition.layout import HeteroPartitionStatistics, PartitionStatistics
 from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.schema import FORMAT, VERSION, RowGroup, StoreInfo, is_hetero
-from pyg_sar.usage.choices import METHODS
+from pyg_sar.usage import METHODS
 from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1

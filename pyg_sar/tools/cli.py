@@ -47,7 +47,7 @@ from pyg_sar.tools.verify import verify
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
-from pyg_sar.usage.choices import MODELS, DemoConfig
+from pyg_sar.usage import MODELS, DemoConfig
 from pyg_sar.wording import counted
 
 EXIT_FAILURE = 1

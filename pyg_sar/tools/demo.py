@@ -32,7 +32,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.report import legend_below
-from pyg_sar.usage.choices import DemoConfig
+from pyg_sar.usage import DemoConfig
 from pyg_sar.wording import counted
 
 TOLERANCE = 1e-5

@@ -25,7 +25,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 from pyg_sar.files import check_argument, check_whole
-from pyg_sar.usage.choices import MODELS, NORMS
+from pyg_sar.usage import MODELS, NORMS
 
 Call = Callable[[nn.Module, Data], Any]
 """Calls a model with what a graph holds."""

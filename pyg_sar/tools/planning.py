@@ -39,7 +39,7 @@ from pyg_sar.tools.plan_sample import PublishedPartition, estimated_partitions, 
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, as_usage_errors, call_of, count_classes, use_features
 from pyg_sar.train.flow import call_model
-from pyg_sar.usage.choices import MODELS
+from pyg_sar.usage import MODELS
 
 MOST_ESTIMATED = 8
 """Parts of a graph that is not partitioned, at most, if no numbers are given."""

@@ -41,7 +41,7 @@ from pyg_sar.train.objective import Loss
 from pyg_sar.train.report import SUMMARY, Report, write_json
 from pyg_sar.train.targets import SPLITS, find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
-from pyg_sar.usage.choices import MODELS, OF_CLASSES, OF_NUMBERS
+from pyg_sar.usage import MODELS, OF_CLASSES, OF_NUMBERS
 from pyg_sar.wording import counted
 
 _FEW_CLASSES = 2**16  # may be numbered with gaps, however small the graph

@@ -46,7 +46,7 @@ from pyg_sar.tools.start import (
     tell_agent,
     was_launched,
 )
-from pyg_sar.usage.choices import SCRIPT_WORKERS
+from pyg_sar.usage import SCRIPT_WORKERS
 
 EXIT_INTERRUPT = 130
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pyg_sar.files import check_argument as _check
 from pyg_sar.files import check_whole
-from pyg_sar.usage.choices import OPTIMIZERS, SCHEDULES
+from pyg_sar.usage import OPTIMIZERS, SCHEDULES
 from pyg_sar.wording import Shown, counted
 
 #: Names that :class:`TrainConfig` takes.

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from pyg_sar.usage import COMMANDS, Parser, command_parser
-from pyg_sar.usage.choices import (
+from pyg_sar.usage import (
+    COMMANDS,
     LOSSES,
     METHODS,
     METRICS,
@@ -18,8 +18,8 @@ from pyg_sar.usage.choices import (
     SCRIPT_WORKERS,
     WIRES,
     DemoConfig,
-)
-from pyg_sar.usage.options import (
+    Parser,
+    command_parser,
     levels_in,
     names_in,
     node_ids_of,
