@@ -54,6 +54,7 @@ NOT_OF_PARTS = {
     "test_bytes_by_the_law": COVER,
     "test_covers_come_with_the_partition": COVER,
     "test_distributed_data_parallel": "each worker is a rank of torch.distributed",
+    "test_bytes_and_memory_of_every_worker": "names the memory of each worker",
     "test_exact_in_a_fourth_of_the_memory": "hosts parts itself",
     "test_exchanges_are_pairwise": "parts exchange no messages in pairs",
     "test_joined_relations_stream_like_one": HALO,

@@ -31,7 +31,6 @@ Call = Callable[[nn.Module, Data], Any]
 """Calls a model with what a graph holds."""
 
 
-#: Names that :func:`stock_model` takes.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StockModel:
     """A class of ``torch_geometric.nn`` and its keyword arguments, as JSON can hold them."""
