@@ -365,7 +365,7 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, 
     "deterministic": (
         int,
         lambda h: torch.are_deterministic_algorithms_enabled(),
-        lambda h, on: torch.use_deterministic_algorithms(on, warn_only=True),
+        lambda h, on: torch.use_deterministic_algorithms(on, warn_only=on),
     ),
     "flag of torch": (int, lambda h: warns(), lambda h, on: torch.set_warn_always(on)),
     "seed": (

@@ -161,7 +161,8 @@ def _selected_edges(source: NodeTensor, index: Tensor, chosen: Chosen) -> NodeTe
         return wrap(chosen.read(source.local, 1), chosen.rows, 1)
     out = wrap(source._local.index_select(1, _source(chosen.rows)), chosen.rows, 1)
     out.edges, out.make = edges, ids_of(source, lambda ids: chosen.read(ids, 1))
-    out.rows.ends = source.rows.ends
+    if any(end.total == out.rows.total for end in source.rows.ends):
+        out.rows.ends = source.rows.ends  # as many edges as nodes
     return out
 
 
