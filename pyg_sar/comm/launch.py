@@ -278,6 +278,7 @@ def _stands_for_type(value: Any) -> bool:
 
 
 def _set_named(cls: type, state: tuple[Callable[..., None], Any, dict[str, Any]]) -> None:
+    """Gives a class its state, and ``__main__`` the names that the class's annotations need."""
     set_state, inner, named = state
     for name, value in named.items():
         vars(sys.modules["__main__"]).setdefault(name, value)

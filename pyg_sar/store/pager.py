@@ -40,7 +40,8 @@ Rules:
    allocation raises, once. Operators are counted where PyTorch calls them, those of the C++ kernels
    and those that others call included.
 2. System calls don't wait for the handler. ``file.write(tensor.numpy())`` of a region that is out
-   fails with ``EFAULT`` ("Bad address"), as does reading into one that is clean: keep it
+   fails with ``EFAULT`` ("Bad address"), as does reading into one that is clean, and both of one
+   that was brought in on a guess and that nobody has touched: keep it
    in memory with :meth:`Pager.pinned`.
 3. A child of ``fork`` allocates as usual and can use what was resident. If it touches what was out
    it ends by SIGSEGV: the file is the parent's.
