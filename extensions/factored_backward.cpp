@@ -43,12 +43,22 @@ struct Heads {
 Heads heads_from(const Terms<float>& t, const SourceGradients& g, int64_t first) {
   const int64_t each = (t.channels + kFull - 1) / kFull, column = first * t.channels;
   const int64_t most = t.channels == kFull / 2 ? kMostHeads : kMostVectors / each;
-  const auto count = std::bit_floor(static_cast<uint64_t>(std::min(most, t.heads - first)));
-  return {t.of_heads(first, static_cast<int64_t>(count)),
+  const auto rest = static_cast<uint64_t>(std::min(most, t.heads - first));
+  const bool is_any = rest == 3 || t.channels == kFull / 2;
+  return {t.of_heads(first, static_cast<int64_t>(is_any ? rest : std::bit_floor(rest))),
           {g.grad_out.columns_from(column), g.maximum.columns_from(first),
            g.normaliser.columns_from(first), g.delta.columns_from(first),
            g.grad_value.columns_from(column), g.grad_key.columns_from(first), g.grad_query},
           first};
+}
+
+// Returns work<heads>().
+template <int kHeads = 8, class Work>
+auto with_version(int64_t heads, const Work& work) {
+  if constexpr (kHeads > 1) {
+    if (heads < kHeads) return with_version<kHeads - 1>(heads, work);
+  }
+  return work.template operator()<kHeads>();
 }
 
 template <int kHeads, int kEach, Layout kLayout>
@@ -76,6 +86,7 @@ void run_width(const Heads& heads, const Others&... others) {
   if constexpr (constexpr int kMore = kEach < 4 ? kEach + 1 : kEach + 2; kHeads * kMore <= kMostVectors) {
     if (channels > kEach * kFull) return run_width<kHeads, kMore>(heads, others...);
   }
+  if constexpr (kHeads > 4 && kHeads < 8) return run<kHeads, 1, Layout::kHalf>(heads, others...);
   if constexpr (kEach <= 4) {
     if (channels == kEach * kFull) return run<kHeads, kEach, Layout::kWhole>(heads, others...);
   }

@@ -32,14 +32,6 @@ inline bool is_factored(const Terms<float>& t) {
   return plain && __builtin_cpu_supports("avx512f");
 }
 
-// Returns work<kHeads>() of the least version for so many heads.
-template <class Work>
-auto with_version(int64_t heads, const Work& work) {
-  if (heads > 4) return work.template operator()<8>();
-  if (heads > 2) return work.template operator()<4>();
-  return heads == 2 ? work.template operator()<2>() : work.template operator()<1>();
-}
-
 // Which of kHeads heads of an edge, from the first one on, are not dropped, a bit each.
 template <int kHeads>
 PYG_SAR_INLINE_512 uint32_t kept_heads(const Terms<float>& t, int64_t e) {
@@ -93,6 +85,14 @@ PYG_SAR_INLINE_512 Lanes picked(const Lanes& x, const Places& from) {
 template <int kFirst, int... lane>
 PYG_SAR_INLINE_512 Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
   return __builtin_shufflevector(x, x, (kFirst + lane) % kFull...);
+}
+
+// Half a register, and zeros.
+template <int... lane>
+PYG_SAR_INLINE_512 Lanes with_zeros(const float* from, std::integer_sequence<int, lane...>) {
+  Vector<float, kFull / 2> x;
+  load<kFull / 2>(x, from);
+  return __builtin_shufflevector(x, Vector<float, kFull / 2>{}, lane...);
 }
 
 // Lanes of x where kBit of their number is 0, else of y; each plus the one across that bit.

@@ -16,12 +16,14 @@
 // head is done once per group. A group's gradients of outputs are read from memory once, for their
 // inner products with the value; they are in the nearest cache when they are summed.
 //
-// Rows of more than kMostVectors registers, and heads of another number than a power of two, are
-// taken in several passes, each over the columns of some heads: each version takes long to compile.
+// Rows of more than kMostVectors registers, and most numbers of heads that are no power of two, are taken in
+// several passes, each over the columns of some heads: each version takes long to compile.
 #pragma once
 
 #include "factored.h"
 #include "factored_lanes.h"
+
+#include <bit>
 
 #ifdef PYG_SAR_LEVELS
 namespace pyg_sar::attention {
@@ -35,11 +37,12 @@ constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // How a head lies in registers: fills its own, or half of one, or leaves lanes of its last one or two.
 enum class Layout { kWhole, kHalf, kMasked };
 
-// Rows that are made once per call; of kHeads numbers per part.
+// Rows that are made once per call; of kPadded numbers per part.
 template <int kHeads>
 struct Factors {
-  static constexpr int kOfTarget = 4 * kHeads, kOfSource = 3 * kHeads;
-  static constexpr int kSize = kRows * kHeads;
+  static constexpr int kPadded = std::bit_ceil(static_cast<unsigned>(kHeads));
+  static constexpr int kOfTarget = 4 * kPadded, kOfSource = 3 * kPadded;
+  static constexpr int kSize = kRows * kPadded;
   const Terms<float>& t;
   const SourceGradients& g;
   const NamedRows* targets = nullptr;
@@ -51,7 +54,7 @@ struct Factors {
   template <class... Part>
   static PYG_SAR_INLINE_512 void write(float* to, int64_t n, const Part*... part) {
     for (int64_t r = 0; r < n; ++r) {
-      ((std::memcpy(to, part + r * kHeads, kHeads * sizeof(float)), to += kHeads), ...);
+      ((std::memcpy(to, part + r * kPadded, kPadded * sizeof(float)), to += kPadded), ...);
     }
   }
 
@@ -59,23 +62,24 @@ struct Factors {
   PYG_SAR_INLINE_512 void of_targets(float* out, int64_t first, int64_t last) const {
     float top[kSize] = {}, normal[kSize], delta[kSize] = {}, query[kSize] = {};
     float large[kSize], small[kSize];
+    std::fill_n(normal, kSize, 1.0f);  // of heads that are none
     for (int64_t k = first; k < last; k += kRows) {
       const int64_t n = std::min(kRows, last - k);
       for (int64_t r = 0; r < n; ++r) {
         const int64_t i = (*targets)[k + r];
-        copy(top + r * kHeads, g.maximum.row(i));
-        copy(normal + r * kHeads, g.normaliser.row(i));
-        copy(delta + r * kHeads, g.delta.row(i));
-        if (t.query.data != nullptr) copy(query + r * kHeads, t.query.row(i));
+        copy(top + r * kPadded, g.maximum.row(i));
+        copy(normal + r * kPadded, g.normaliser.row(i));
+        copy(delta + r * kPadded, g.delta.row(i));
+        if (t.query.data != nullptr) copy(query + r * kPadded, t.query.row(i));
       }
 #pragma omp simd
-      for (int64_t x = 0; x < n * kHeads; ++x) {
+      for (int64_t x = 0; x < n * kPadded; ++x) {
         const float inverse = 1 / normal[x];
         large[x] = exponential(query[x] - top[x]) * inverse;
         small[x] = exponential(t.slope * query[x] - top[x]) * inverse;
       }
       for (int64_t r = 0; r < n; ++r) {
-        const int64_t at = r * kHeads;
+        const int64_t at = r * kPadded;
         write(out + (*targets)[k + r] * kOfTarget, 1, large + at, small + at, delta + at, query + at);
       }
     }
@@ -89,10 +93,10 @@ struct Factors {
       const int64_t n = std::min(kRows, last - u);
       for (int64_t r = 0; r < n; ++r) {
         if (t.offsets[u + r] == t.offsets[u + r + 1]) continue;  // it may hold anything
-        copy(key + r * kHeads, t.key.row(t.place(t.target(u + r))));
+        copy(key + r * kPadded, t.key.row(t.place(t.target(u + r))));
       }
 #pragma omp simd reduction(| : beyond)
-      for (int64_t k = 0; k < n * kHeads; ++k) {
+      for (int64_t k = 0; k < n * kPadded; ++k) {
         beyond |= !(std::abs(key[k]) <= kLargestKey);
         large[k] = exponential(key[k]);
         small[k] = exponential(t.slope * key[k]);
@@ -106,11 +110,12 @@ struct Factors {
 // Rows of kHeads heads in kEach registers each.
 template <int kHeads, int kEach, Layout kLayout>
 struct FactoredSources {
+  static constexpr int kPadded = Factors<kHeads>::kPadded;
   static constexpr int kOfTarget = Factors<kHeads>::kOfTarget;
   static constexpr bool kIsHalf = kLayout == Layout::kHalf;
-  static constexpr int kVectors = kIsHalf ? kHeads / 2 : kHeads * kEach;  // of a row
-  static constexpr int kProducts = kIsHalf ? kHeads / 2 : kHeads;         // of an edge
-  static constexpr int kEdges = kFull / kHeads;                           // of a group
+  static constexpr int kVectors = kIsHalf ? (kHeads + 1) / 2 : kHeads * kEach;  // of a row
+  static constexpr int kProducts = kIsHalf ? kPadded / 2 : kPadded;             // of an edge
+  static constexpr int kEdges = kFull / kPadded;                                // of a group
   static constexpr int64_t kAhead = kVectors <= 2 ? 48 : kVectors <= 4 ? 24 : 20;
   Terms<float> t;
   Matrix<const float> grad_out;
@@ -131,14 +136,16 @@ struct FactoredSources {
     if constexpr (kLayout != Layout::kMasked) return v * kFull;
     return v / kEach * channels + v % kEach * kFull;
   }
-  // Of a register that may have lanes beyond its head: its mask's number, else -1.
+  // Of a register that has lanes beyond its heads: its mask's number, else -1.
   static constexpr int mask_of(int v) {
+    if (kIsHalf) return 2 * v + 1 == kHeads ? 1 : -1;
     if (kLayout != Layout::kMasked) return -1;
     return v % kEach == kEach - 1 ? 1 : kEach > 4 && v % kEach == kEach - 2 ? 0 : -1;
   }
 
   PYG_SAR_INLINE_512 Lanes read(const float* row, int v) const {
     const float* from = row + column(v);
+    if (kIsHalf && mask_of(v) >= 0) return with_zeros(from, kAllLanes);  // faster than by a mask
     if (mask_of(v) >= 0) return _mm512_maskz_loadu_ps(masks[mask_of(v)], from);
     return repeated<kFull>(from);
   }
@@ -193,9 +200,9 @@ struct FactoredSources {
     Segment s;
     PYG_SAR_UNROLLED
     for (int v = 0; v < kVectors; ++v) s.value[v] = read(value, v);
-    s.large = repeated<kHeads>(own);
-    s.small = repeated<kHeads>(own + kHeads);
-    s.key = repeated<kHeads>(own + 2 * kHeads);
+    s.large = repeated<kPadded>(own);
+    s.small = repeated<kPadded>(own + kPadded);
+    s.key = repeated<kPadded>(own + 2 * kPadded);
     for (int64_t e = t.offsets[u]; e < stop; e += kEdges) {
       add_group(products, s, queries, e, static_cast<int>(std::min<int64_t>(kEdges, stop - e)));
     }
@@ -204,9 +211,9 @@ struct FactoredSources {
       for (int v = 0; v < kVectors; ++v) write(out, v, read(out, v) + s.sum[v]);
     }
     if (float* out = grad_key.row(j)) {
-      if constexpr (kHeads <= 1) s.grad_key += turned<1>(s.grad_key, kAllLanes);
-      if constexpr (kHeads <= 2) s.grad_key += turned<2>(s.grad_key, kAllLanes);
-      if constexpr (kHeads <= 4) s.grad_key += turned<4>(s.grad_key, kAllLanes);
+      if constexpr (kPadded <= 1) s.grad_key += turned<1>(s.grad_key, kAllLanes);
+      if constexpr (kPadded <= 2) s.grad_key += turned<2>(s.grad_key, kAllLanes);
+      if constexpr (kPadded <= 4) s.grad_key += turned<4>(s.grad_key, kAllLanes);
       s.grad_key += turned<8>(s.grad_key, kAllLanes);
       float total[kFull];
       std::memcpy(total, &s.grad_key, sizeof(total));
@@ -235,12 +242,12 @@ struct FactoredSources {
     const Lanes x = part[0] * s.large, y = part[1] * s.small;
     Lanes weight = x > y ? x : y, up = weight * (inner - part[2]);
     if (t.drop_key != nullptr) {
-      const Lanes factor = kept_factors<kHeads>(t, e, n);
+      const Lanes factor = kept_factors<kPadded>(t, e, n);
       up = weight * (factor * inner - part[2]);
       weight *= factor;
     }
     Lanes down = part[3] + s.key > 0.0f ? up : t.slope * up;
-    down = kLane < n * kHeads ? down : Lanes{};
+    down = kLane < n * kPadded ? down : Lanes{};
     s.grad_key += down;
     if (queries != nullptr) scatter(down, queries, e, n);
     if (grad_value.data != nullptr) accumulate(s, weight, e, n);
@@ -248,7 +255,7 @@ struct FactoredSources {
 
   // The four parts of the group's targets; of a group with less edges, also of others.
   PYG_SAR_INLINE_512 void gather(Lanes* part, int64_t e) const {
-    if constexpr (kHeads == 8) {
+    if constexpr (kPadded == 8) {
       const float *a = factors_of(e), *b = factors_of(e + 1);
       PYG_SAR_UNROLLED
       for (int p = 0; p < 4; p += 2) {
@@ -267,10 +274,10 @@ struct FactoredSources {
         }
         std::memcpy(&x[r], rows, sizeof(rows));
       }
-      const Lanes a = parts<kHeads, 0>(x[0], x[1], kAllLanes);
-      const Lanes b = parts<kHeads, 0>(x[2], x[3], kAllLanes);
-      const Lanes c = parts<kHeads, 2>(x[0], x[1], kAllLanes);
-      const Lanes d = parts<kHeads, 2>(x[2], x[3], kAllLanes);
+      const Lanes a = parts<kPadded, 0>(x[0], x[1], kAllLanes);
+      const Lanes b = parts<kPadded, 0>(x[2], x[3], kAllLanes);
+      const Lanes c = parts<kPadded, 2>(x[0], x[1], kAllLanes);
+      const Lanes d = parts<kPadded, 2>(x[2], x[3], kAllLanes);
       part[0] = halves<0>(a, b, kAllLanes);
       part[1] = halves<8>(a, b, kAllLanes);
       part[2] = halves<0>(c, d, kAllLanes);
@@ -278,15 +285,24 @@ struct FactoredSources {
     }
   }
 
+  // to[h] += by[h] for kCount heads
+  template <int kCount>
+  static PYG_SAR_INLINE_512 void add_heads(float* to, const float* by) {
+    constexpr int kFirst = std::bit_floor(static_cast<unsigned>(kCount));
+    Vector<float, kFirst> x, y;
+    std::memcpy(&x, to, sizeof(x));
+    std::memcpy(&y, by, sizeof(y));
+    x += y;
+    std::memcpy(to, &x, sizeof(x));
+    if constexpr (kCount > kFirst) add_heads<kCount - kFirst>(to + kFirst, by + kFirst);
+  }
+
   PYG_SAR_INLINE_512 void scatter(const Lanes& down, float* queries, int64_t e, int n) const {
     float by[kFull];
     std::memcpy(by, &down, sizeof(by));
     for (int i = 0; i < n; ++i) {
       float* to = queries + t.source[e + i] * query_stride;
-      float x[kHeads];
-      std::memcpy(x, to, sizeof(x));
-      for (int h = 0; h < kHeads; ++h) x[h] += by[i * kHeads + h];
-      std::memcpy(to, x, sizeof(x));
+      add_heads<kHeads>(to, by + i * kPadded);
     }
   }
 
@@ -298,9 +314,9 @@ struct FactoredSources {
       PYG_SAR_UNROLLED
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (kIsHalf) {
-          s.sum[v] += read(row, v) * picked(weight, i * kHeads + 2 * v + kLane / 8);
+          s.sum[v] += read(row, v) * picked(weight, i * kPadded + 2 * v + kLane / 8);
         } else {
-          s.sum[v] += read(row, v) * by[i * kHeads + v / kEach];
+          s.sum[v] += read(row, v) * by[i * kPadded + v / kEach];
         }
       }
     }

@@ -284,6 +284,12 @@ ADDITIVE = (  # heads, channels, slope, scale of keys and queries, shards
     (4, 25, 0.2, 1.0, 1),
     (8, 16, 0.2, 3.0, 2),
     (9, 8, 0.2, 1.0, 1),  # more heads than that
+    (3, 8, 0.2, 3.0, 2),  # half heads, of which two fill a register
+    (5, 8, 0.2, 1.0, 1),
+    (6, 8, 0.2, 1.0, 2),
+    (7, 8, 0.2, 1.0, 1),
+    (3, 20, 0.2, 1.0, 1),
+    (3, 32, 0.2, 1.0, 2),
     (4, 8, 2.0, 1.0, 1),  # slopes with which a leaky ReLU is no maximum
     (4, 8, -0.5, 1.0, 2),
     (4, 8, 0.2, 9.0, 1),  # keys too large
