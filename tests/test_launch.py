@@ -248,6 +248,18 @@ def test_a_module_that_starts_workers_when_it_is_imported(light, tmp_path):
     assert "under 'if __name__ == \"__main__\":'" in done.stderr
 
 
+def test_a_module_that_starts_parts_when_it_is_imported(light, tmp_path):
+    """A layer of its own would import it, too, in a thread that the import waits for."""
+    (tmp_path / "job.py").write_text("from pyg_sar.comm.launch import run\nrun(print, 'ran', parts=2)\n")
+    script = tmp_path / "script.py"
+    script.write_text("import job\n")
+    done = run_script(script, tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "RuntimeError: parts were started while the module 'job' is imported" in done.stderr
+    done = run_script(tmp_path / "job.py", tmp_path)  # A script of its own is no import.
+    assert (done.returncode, done.stdout) == (0, "ran\nran\n")
+
+
 def test_result_that_cannot_travel():
     with pytest.raises(TypeError, match="rank 3: the result can't be sent.*generator"):
         pack((n for n in range(3)), "the result", 3)

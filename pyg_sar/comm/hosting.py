@@ -13,6 +13,7 @@ import ctypes
 import functools
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -146,6 +147,19 @@ def _without_default_group(parts: int, workers: int) -> Iterator[None]:
         dist.group.WORLD = group
 
 
+def _check_imported() -> None:
+    # What PyG generates for a layer imports the layer's module: in a part's thread it would wait for this one.
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        spec = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+            raise RuntimeError(
+                f"parts were started while the module {spec.name!r} is imported: they would wait for each "
+                "other, as layers import it, too. Call what starts parts (run(parts=), verify()) in a "
+                "function, or under 'if __name__ == \"__main__\":'"
+            )
+
+
 def host_parts(
     fn: Callable[..., T], args: Sequence[Any], hosting: Hosting, outer: Communicator
 ) -> list[T]:
@@ -153,7 +167,9 @@ def host_parts(
 
     Raises:
         PartError: A part failed.
+        RuntimeError: This is called while a module is imported.
     """
+    _check_imported()
     _share_heap()
     host = Host(hosting, outer)
     on_cpu = outer.device.type == "cpu" and hasattr(os, "sched_setaffinity")  # Linux

@@ -196,6 +196,7 @@ def run(
 
     Raises:
         ValueError: More workers than parts, or another backend.
+        RuntimeError: With ``parts``, while a module is imported.
     """
     _check_function(fn)
     hosting = Hosting.of(parts, memory, store)

@@ -42,7 +42,7 @@ PIECES = (
     (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
 )
 """Sizes of what is computed piece by piece."""
-ROWS = 120_000
+ROWS = 100_000
 """Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
 STORED_ROWS = 2
 """Times as many for a store: large tensors lie in large pages, which take less time than small."""
