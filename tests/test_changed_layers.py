@@ -334,6 +334,47 @@ def test_what_a_layer_keeps_between_calls_is_that_of_one_process(root: Path):
             )
 
 
+LATE: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], tuple[Tensor, ...]], bool]] = {
+    "edges": (lambda: gnn.GCNConv(6, 5, cached=True), lambda d: (d.x, d.edge_index.flip(0)), True),
+    "weights": (
+        lambda: gnn.GCNConv(6, 5, cached=True),
+        lambda d: (d.x, d.edge_index, (d.edge_index[0] % 2).double()),
+        True,
+    ),
+    "rows": (lambda: gnn.SGConv(6, 5, cached=True), lambda d: (2 * d.x, d.edge_index), False),
+    "h": (
+        lambda: gnn.SSGConv(6, 5, 0.2, 2, cached=True),
+        lambda d: (d.x, d.edge_index[:, :9]),
+        False,
+    ),
+}
+
+
+def hooked_late(root: Path | None) -> list[Any]:
+    data, found = GRAPH if root is None else pyg_sar.load_partition(root), []
+    for make, other, refused in LATE.values():
+        layer: Any = build(make)
+        layer = layer if root is None else pyg_sar.distribute(layer)
+        results = [layer(data.x, data.edge_index)]
+        layer.register_propagate_forward_hook(lambda module, given, out: 2 * out)
+        results.append(layer(data.x, data.edge_index))
+        if not refused:
+            results.append(layer(*other(data)))
+        elif root is not None:
+            with pytest.raises(DistributedIndexError, match="goes on using what it has kept"):
+                layer(*other(data))
+        found.append([whole(out.detach()) for out in results])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+def test_what_a_layer_keeps_before_it_has_a_hook(root: Path):
+    """PyG goes on using it, whatever the layer is given."""
+    expected = hooked_late(None)
+    for found in both(hooked_late, 2, root):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def derived(layer: Any) -> None:
     kind: Any = type(layer)
     twice = {"forward": lambda self, *given: 2 * kind.forward(self, *given)}

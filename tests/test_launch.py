@@ -250,7 +250,9 @@ def test_a_module_that_starts_workers_when_it_is_imported(light, tmp_path):
 
 def test_a_module_that_starts_parts_when_it_is_imported(light, tmp_path):
     """A layer of its own would import it, too, in a thread that the import waits for."""
-    (tmp_path / "job.py").write_text("from pyg_sar.comm.launch import run\nrun(print, 'ran', parts=2)\n")
+    (tmp_path / "job.py").write_text(
+        "from pyg_sar.comm.launch import run\nrun(print, 'ran', parts=2)\n"
+    )
     script = tmp_path / "script.py"
     script.write_text("import job\n")
     done = run_script(script, tmp_path)

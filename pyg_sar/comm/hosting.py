@@ -148,16 +148,17 @@ def _without_default_group(parts: int, workers: int) -> Iterator[None]:
 
 
 def _check_imported() -> None:
-    # What PyG generates for a layer imports the layer's module: in a part's thread it would wait for this one.
-    frame = sys._getframe()
-    while (frame := frame.f_back) is not None:
-        spec = frame.f_globals.get("__spec__")
+    # What PyG generates for a layer imports its module, and would wait in a part's thread.
+    frame: Any = sys._getframe()
+    while frame is not None:
+        spec: Any = frame.f_globals.get("__spec__")
         if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
             raise RuntimeError(
-                f"parts were started while the module {spec.name!r} is imported: they would wait for each "
-                "other, as layers import it, too. Call what starts parts (run(parts=), verify()) in a "
-                "function, or under 'if __name__ == \"__main__\":'"
+                f"parts were started while the module {spec.name!r} is imported: they would wait "
+                "for each other, as layers import it, too. Call what starts parts (run(parts=), "
+                "verify()) in a function, or under 'if __name__ == \"__main__\":'"
             )
+        frame = frame.f_back
 
 
 def host_parts(

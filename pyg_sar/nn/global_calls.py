@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
+from weakref import ReferenceType, ref
 from zlib import crc32
 
 import torch
@@ -67,7 +68,7 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.propagation import keeping_rows
 from pyg_sar.nn.shared_parameters import compute_again
-from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.space.distributed_index import DistEdgeIndex, version_of
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.tensors.node_tensor import is_transformed
@@ -79,8 +80,11 @@ from pyg_sar.wording import counted
 _LABEL = ("", "backward", "gradient sum")
 _EDGE_METHODS = "message", "edge_update"
 _METHODS = frozenset({*_EDGE_METHODS, "aggregate", "update", "message_and_aggregate"})
-_OF_A_RUN = frozenset({"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges"})
-_CACHES = frozenset({"_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h"})
+_OF_A_RUN = frozenset(
+    {"ledger_name", "_one_shot_call", "_global_calls", "_mixes_edges", "_kept_of"}
+)
+_CACHED_ROWS = frozenset({"_cached_x", "_cached_h"})
+_CACHES = _CACHED_ROWS | {"_cached_edge_index", "_cached_adj_t"}
 
 
 class _Call:
@@ -570,10 +574,10 @@ class GlobalCalls:
             only = self.policy.random is None or draws_nothing(self) or draws_within_messages(self)
             keeps = not _CACHES.isdisjoint(vars(self)) and _keeps_all_nodes(self)
             if is_watched(self) or not only or keeps or unsure:
-                with _taking_all_nodes(self):
+                with _taking_all_nodes(self, args, kwargs):
                     return self(*args, **kwargs)
             if not _METHODS.isdisjoint(vars(self)) or holds_foreign_module(self):
-                _take_all_nodes(self)  # Something was put there after distribute().
+                _take_all_nodes(self, args, kwargs)  # Something was put there after distribute().
                 return self(*args, **kwargs)
         elif changes := changes_of(self):  # type: ignore[arg-type]
             return _called_as_in_pyg(self, changes, args, kwargs)
@@ -591,8 +595,11 @@ class GlobalCalls:
         policy = getattr(self, "policy", None)
         with call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
+            may_keep = not _CACHES.isdisjoint(vars(self)) and not _kept(self)
             with nullcontext() if policy is None or policy.random is not None else call.draws():
                 out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
+        if may_keep and _kept(self):
+            vars(self)["_kept_of"] = _edges_given(args, kwargs)
         return call.results(out, args, kwargs)
 
 
@@ -616,23 +623,52 @@ def _keeps_all_nodes(layer: Any) -> bool:
     return bool(node_tensors([vars(layer)[name] for name in vars(layer).keys() & _CACHES]))
 
 
-def _take_all_nodes(layer: Any) -> dict[str, Any]:
+def _kept(layer: Any) -> dict[str, Any]:
+    """Returns what a layer keeps (``cached=True``), by name."""
+    state = vars(layer)
+    return {name: state[name] for name in state.keys() & _CACHES if state[name] is not None}
+
+
+def _edges_given(args: Any, kwargs: Any) -> list[tuple[ReferenceType[Tensor], int]]:
+    """Returns edges among arguments, and tensors with a row for each, with their versions."""
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    many = {t.rows.total for t in node_tensors(given) if t.edges is not None}
+    return [(ref(t), version_of(t)) for t in given if many & {*t.shape[:2]}]
+
+
+def _take_all_nodes(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Lets a layer's ``forward`` compute with tensors of the whole graph from now on.
 
-    Returns what it has kept of this worker's edges.
+    Returns what it has kept of this worker's edges and rows.
+
+    Raises:
+        DistributedIndexError: These edges were others.
     """
+    caches = {} if _keeps_all_nodes(layer) else _kept(layer)
+    known, given = (
+        [(id(tensor()), version) for tensor, version in found]
+        for found in (vars(layer).get("_kept_of", []), _edges_given(args, kwargs))
+    )
+    if caches.keys() - _CACHED_ROWS and known != given:
+        raise DistributedIndexError(
+            f"{title_of(layer)} goes on using what it has kept of other edges (cached=True), which "
+            "can't be done since it has got hooks, or other methods or modules, or is explained "
+            f"(rank {current().rank}): change it before its first call, or take cached=False"
+        )
     layer.__class__ = global_class(type(layer).replaced, True)
-    if _keeps_all_nodes(layer):
-        return {}
-    caches = {name: vars(layer)[name] for name in vars(layer).keys() & _CACHES}
-    vars(layer).update(dict.fromkeys(caches))
-    return {name: kept for name, kept in caches.items() if kept is not None}
+    whole: dict[str, Any] = dict.fromkeys(caches)
+    ends = [t.edges.targets for t in node_tensors(args, kwargs) if t.edges is not None]
+    for name in caches.keys() & _CACHED_ROWS:
+        rows = caches[name]
+        whole[name] = FromLocal.apply(rows, ends[0], _axis_in(rows, layer.node_dim))
+    vars(layer).update(whole)
+    return caches
 
 
 @contextmanager
-def _taking_all_nodes(layer: Any) -> Iterator[None]:
+def _taking_all_nodes(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """Lets a layer's ``forward`` compute with tensors of the whole graph meanwhile."""
-    own, caches = type(layer), _take_all_nodes(layer)
+    own, caches = type(layer), _take_all_nodes(layer, args, kwargs)
     try:
         yield
     finally:
