@@ -229,16 +229,24 @@ CASES: dict[str, Callable[[Values], Any]] = {
     "ln": lambda v: F.layer_norm(
         v.x, (6,), torch.arange(6.0, dtype=DOUBLE), torch.ones(6, dtype=DOUBLE)
     ),
+    "ln of pairs, rows as bias": lambda v: F.layer_norm(v.x @ v.x.t(), (N,), _line(N), v.x[:, 0]),
     "elu": lambda v: F.elu(v.x),
     "prelu": lambda v: F.prelu(v.x, v.w[0, :1]),
     "gelu": lambda v: F.gelu(v.x),
     "leaky": lambda v: F.leaky_relu(v.x, 0.2),
     "emb": lambda v: F.embedding(v.y, v.w),
+    "emb of columns": lambda v: F.embedding(torch.tensor([3, 0, 3]), v.x.t()),
+    "columns of a sparse matrix": lambda v: (
+        torch.eye(N, dtype=DOUBLE).to_sparse().index_select(1, v.p).to_dense()
+    ),
     "wy": lambda v: v.w[v.y],
     "gather": lambda v: v.x.gather(1, v.y.view(-1, 1)),
     "pick": lambda v: v.x[torch.arange(N), v.y],
     "scat": lambda v: torch.zeros(4, 6, dtype=DOUBLE).scatter_add_(
         0, v.y.view(-1, 1).expand(-1, 6), v.x
+    ),
+    "scat of pairs, ids along columns": lambda v: (v.x @ v.x.t()).scatter_add(
+        0, v.y.expand(N, N), v.x @ v.x.t()
     ),
     "idxadd": lambda v: torch.zeros(4, 6, dtype=DOUBLE).index_add_(0, v.y, v.x),
     "put": lambda v: v.x.clone().masked_fill(v.m.view(-1, 1), 0.0),

@@ -201,6 +201,8 @@ def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]
 def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, index = args
     dim = dim % source.dim()
+    if source.layout != torch.strided:  # A matrix that all workers hold.
+        return by_gathering(func, args, kwargs)
     if not isinstance(source, NodeTensor):
         out = func(source, dim, index.local)
         note_table(source, [*[None] * dim, index.local], index.rows.comm)
@@ -428,7 +430,7 @@ def _into_own(
     narrow = index.dim() == (1 if by_axis else target.dim())
     if not (wide and narrow and _id_per_row(target, index)):
         everything = called(func, given, self=whole(target, "scatter"))  # N rows, not E
-        found = rows.cut(everything, axis)
+        found = rows.cut(whole(everything, "scatter"), axis)
     else:
         ids = cast(NodeTensor, index)
         numbers, sent = rows.fetch_by(ids, 0).sent(own(values, ids.rows, 0))

@@ -163,9 +163,9 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def _embedding_backward(func: Any, args: Any, kwargs: Any) -> Any:
     gradient, index, count, padding, by_frequency = args
     first = next(iter(node_tensors(index, gradient)))
-    if by_frequency:
-        return by_gathering(func, args, kwargs)
     axis = first.axis
+    if by_frequency or axis >= index.dim():
+        return by_gathering(func, args, kwargs)
     out = func(own(gradient, first.rows, axis), own(index, first.rows, axis), count, padding, False)
     return summed(out, first.rows)
 

@@ -532,6 +532,7 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     if first is None or first.axis >= first.dim() - len(shape):
         return by_gathering(func, args, kwargs)
     rows, axis = first.rows, first.axis
+    weight, bias = (whole(t, "layer_norm()") for t in (weight, bias))
     out = func(
         *(own(gradient, rows, axis), own(source, rows, axis), shape),
         *(own(mean, rows, axis), own(rstd, rows, axis), weight, bias, mask),
