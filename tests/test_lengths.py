@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 from torch_geometric.nn import Aggregation, MessagePassing
-from torch_geometric.utils import add_self_loops
+from torch_geometric.utils import add_self_loops, softmax
 
 import pyg_sar
 
@@ -109,6 +109,31 @@ class OfLoops(Layer):
         return torch.cat([x_j[: -self.loops], 3 * x_j[-self.loops :]])
 
 
+class Counting(Layer):
+    """The number of nodes is that of the graph, by whatever name it is passed."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x), num_nodes=x.size(0))
+
+    def message(self, x_j: Tensor, index: Tensor, num_nodes: int) -> Tensor:
+        score = softmax(x_j[:, :1], index, num_nodes=num_nodes)
+        return self.fn(score * x_j / num_nodes)
+
+
+class Backwards(Layer):
+    """PyG's compiled ``propagate`` reads the first of a pair as ``x_j``, whatever the flow."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fn)
+        self.flow = "target_to_source"
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=(self.lin(x), x))
+
+    def message(self, x_j: Tensor, x_i: Tensor) -> Tensor:
+        return self.fn(x_j * x_i.tanh())
+
+
 class Net(torch.nn.Module):
     def __init__(self, columns: int, out: int = CHANNELS) -> None:
         super().__init__()
@@ -150,6 +175,9 @@ def with_aggregation() -> Layer:
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     **{name: lambda fn=fn: Layer(fn) for name, fn in (MESSAGES | NO_MATTER).items()},
     "loops": OfLoops,
+    "number of nodes": lambda: Counting(torch.tanh),
+    "pair": lambda: Backwards(torch.tanh),
+    "pair of all edges": lambda: Backwards(lambda x: x - x.mean(0)),
     "EdgeConv": lambda: gnn.EdgeConv(Net(2 * CHANNELS)),
     "own aggregation": with_aggregation,
     "aggregate, slices": lambda: Aggregates(lambda o: torch.cat([o[:30], 3 * o[30:]])),

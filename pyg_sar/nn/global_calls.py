@@ -303,12 +303,8 @@ class _Call:
             }
         else:
             args, kwargs = tuple(map(placed, args)), {k: placed(v, k) for k, v in kwargs.items()}
-        for name in ("size", "num_nodes", "dim_size"):
-            value = kwargs.get(name)
-            if isinstance(value, tuple | list):
-                kwargs[name] = tuple(map(self.number, value, ends))
-            elif value is not None and name != "size":
-                kwargs[name] = self.number(value)
+        if isinstance(kwargs.get("size"), tuple | list):
+            kwargs["size"] = tuple(map(self.number, kwargs["size"], ends))
         if isinstance(self.module, RGCNConv) and self.edges:
             if "x" in kwargs and kwargs["x"] is None:
                 kwargs["x"] = self.edges[0].sources.ids
@@ -817,7 +813,8 @@ class GlobalPropagation(DistMessagePassing):
         """
         kind: Any = type(self)
         kind = plain_class(kind)
-        own = kind if overridden_entry(kind) == "propagate" else MessagePassing
+        explains = self.explain or self.decomposed_layers > 1  # not in PyG's compiled template
+        own = MessagePassing if explains and overridden_entry(kind) != "propagate" else kind
         try:
             out = own.propagate(self, edge_index, **kwargs)
         except DistributedIndexError as error:
