@@ -730,6 +730,20 @@ def test_of_selected_edges_as_well(tmp_path: Path) -> None:
     equal(tmp_path, weights_of_nodes)
 
 
+def test_of_graphs_as_many_as_nodes(tmp_path: Path) -> None:
+    """A number of each graph is none of each node: ``lambda_max``."""
+
+    def of_graphs(data: Data, converted: Converted) -> Any:
+        batch = (data.x[:, 0] > 0).long() * (NODES - 1)
+        largest = torch.linspace(2, 3, NODES, dtype=DOUBLE).requires_grad_()
+        layer = converted(gnn.ChebConv(6, 3, 2))
+        out = layer(data.x, data.edge_index, None, batch, largest)
+        out.square().sum().backward()
+        return [out, *gradients(layer, largest)]
+
+    equal(tmp_path, of_graphs)
+
+
 def test_nodes_along_another_axis_are_refused_with_a_remedy(tmp_path: Path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
 
@@ -739,6 +753,9 @@ def test_nodes_along_another_axis_are_refused_with_a_remedy(tmp_path: Path) -> N
         layer.node_dim = 0
         with pytest.raises(DistributedIndexError, match=r"axis 0 .*pass x.movedim\(1, 0\)"):
             layer(torch.stack([data.x, data.x]), data.edge_index)
+        layer.node_dim = -2
+        with pytest.raises(DistributedIndexError, match=r"axis -2 .*pass x.movedim\(0, -2\)"):
+            layer(torch.stack([data.x, data.x], 1), data.edge_index)
 
     parts(worker, 2)
 

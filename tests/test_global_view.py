@@ -554,6 +554,9 @@ def of_static_graphs(data: Data, convert: Any) -> dict[str, list[Tensor]]:
         weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
         gradients = torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
         found[name] = [t.detach() for t in (out, *gradients)]
+        if name == "cheb":  # Plain features, with the graph's weights.
+            plain, weight = whole(x.detach(), "test"), data.edge_attr[:, 0].abs()
+            found[name].append(model(plain, data.edge_index, weight).detach())
     for layer in (gnn.GATConv(8, 5), torch.nn.BatchNorm1d(8)):
         if not isinstance(data.x, NodeTensor):
             break

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
+    ChebConv,
     DynamicEdgeConv,
     GravNetConv,
     HANConv,
@@ -167,15 +168,16 @@ class _Call:
         of_edges, of_nodes = {rows.total for rows in own}, {rows.total for rows in ends}
         self.many = of_edges & of_nodes  # Whose rows may be either.
         of_edges -= of_nodes
-        batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
-        axis = int(getattr(module, "node_dim", 0))
+        axis, pygs = int(getattr(module, "node_dim", 0)), not isinstance(module, GlobalPropagation)
+        batches = [t for t, edges in ends_of if edges is None and t.is_floating_point()]
+        batches = [t for t in batches if t.axis or (pygs and t.dim() > 2 and t.rows in ends)]
         aside = [t.rows.total in of_edges and t.axis != _axis_in(t, axis) for t in batches]
-        self.edges_aside = isinstance(module, GlobalPropagation) and any(aside)
+        self.edges_aside = not pygs and any(aside)
         if self.edges_aside:
             batches = [t for t in batches if t.rows.total not in of_edges]
         if batches:
             self.axis = self._axis_of(batches)
-        elif layers and len(self.edge_tensors) == len(found):
+        elif layers and all(t.rows in own for t in found):
             self.axis = self._axis_of_plain(tree_leaves((args, kwargs)))
 
     def _axis_of(self, batches: list[NodeTensor]) -> int:
@@ -561,7 +563,9 @@ class GlobalCalls:
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(self, MessagePassing):
             given = known or node_tensors(args, kwargs)
-            unsure = False
+            unsure = isinstance(self, ChebConv) and _may_be_of_graphs(
+                given, (*args, *kwargs.values())
+            )
             for tensor in given:
                 rows = tensor.rows
                 for end in rows.ends:
@@ -612,6 +616,13 @@ def _may_be_of_edges(edges: Rows, given: Iterable[NodeTensor]) -> bool:
     """
     others = [t.rows for t in given if t.edges is None and t.rows.total == edges.total]
     return others not in ([], *([rows] for rows in edges.ends))
+
+
+def _may_be_of_graphs(given: Iterable[NodeTensor], values: Iterable[Any]) -> bool:
+    """Returns whether ``lambda_max`` has as many numbers, one of each graph, as there are rows."""
+    counts = {tensor.rows.total for tensor in given}
+    plain = [v for v in values if isinstance(v, Tensor) and not isinstance(v, NodeTensor)]
+    return any(v.numel() > 1 and v.size(0) in counts for v in plain)
 
 
 def _keeps_all_nodes(layer: Any) -> bool:
