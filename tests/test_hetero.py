@@ -540,11 +540,19 @@ def of_twins(data: HeteroData, convert: Any) -> list[Tensor]:
         [HeteroConv(convs), HGTConv(4, OUT, data.metadata()), HANConv(4, OUT, data.metadata())]
     )
     tables, models, own = convert(tables.double()), convert(models.double()), convert(BothEnds())
+    attends = GATConv((4, 4), OUT, add_self_loops=False)
+    backwards = convert(torch.nn.ModuleList([SAGEConv((4, 4), OUT), attends]).double())
     x, found = {name: table.weight for name, table in tables.items()}, []
     for rows in (x, {"a": data["b"].x, "b": data["a"].x}):
         for model in models:
             found += model(rows, data.edge_index_dict).values()
         found.append(own(rows["a"], rows["b"], data["a", "b"].edge_index))
+        for layer in (own, *backwards):  # Then PyG reads the first of a pair as ``x_j``, too.
+            layer.flow = "target_to_source"
+        found.append(own(rows["a"], rows["b"], data["a", "b"].edge_index))
+        for layer in backwards:
+            found.append(layer((rows["a"], rows["b"]), data["a", "b"].edge_index))
+        own.flow = "source_to_target"
     sum(node_losses(rows).mean() for rows in found).backward()
     return [*(whole(t.detach()) for t in found), *(whole(t.weight.grad) for t in tables.values())]
 

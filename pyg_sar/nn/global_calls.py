@@ -151,6 +151,9 @@ class _Call:
         self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         pairs = dict.fromkeys((e.sources, e.targets) for e in self.edges)
         self.pair = next(iter(pairs)) if len(pairs) == 1 else None  # of a relation
+        backwards = getattr(module, "flow", "source_to_target") != "source_to_target"
+        # Whose rows are read as ``_j``, and as ``_i``: the first of a pair and the second, in PyG.
+        self.read = self.pair[::-1] if self.pair is not None and backwards else self.pair
         self.one_type = len(set(ends)) == 1 and not by_type
         self.types: dict[str, Rows] = {}
         for key, edges in ((k, getattr(t, "edges", None)) for d in by_type for k, t in d.items()):
@@ -283,7 +286,7 @@ class _Call:
             if other and all(x.rows.total != rows.total for rows in self.known):
                 self._refuse_as_x(x, args, kwargs)
         local = cache(self.local)  # One tensor in two roles stays one, and travels once.
-        ends = self.pair or (None, None)
+        ends, read = self.pair or (None, None), self.read or (None, None)
 
         def placed(value: Any, name: str = "") -> Any:
             """Takes a dict's tensors for rows of its types, a pair's for those of its ends."""
@@ -291,11 +294,11 @@ class _Call:
             if isinstance(value, dict):
                 return {k: at(v, self.types.get(k)) for k, v in value.items()}
             if type(value) in (tuple, list) and len(value) == 2:
-                return type(value)(map(at, value, ends))
+                return type(value)(map(at, value, read))
             if isinstance(value, NodeTensor) and self._fits_both(value):
                 return self._of_either_end(value, name, at)
-            read = [] if isinstance(value, NodeTensor) else self._ends_read(name)
-            return at(value, read[0] if len(read) == 1 else None)
+            by = [] if isinstance(value, NodeTensor) else self._ends_read(name)
+            return at(value, by[0] if len(by) == 1 else None)
 
         if self.one_type:
             args = tuple(local(v) if isinstance(v, Tensor) else mapped(local, v) for v in args)
@@ -356,10 +359,10 @@ class _Call:
     def _ends_read(self, name: str) -> list[Rows]:
         """Returns the ends of a relation by whose nodes an argument of ``propagate`` is read."""
         own: Any = self.module
-        if not name or self.pair is None or not isinstance(own, GlobalPropagation):
+        if not name or self.read is None or not isinstance(own, GlobalPropagation):
             return []
         asked = asked_by(own, *_EDGE_METHODS, "aggregate", "update")
-        ends = zip("ij" if own.flow == "target_to_source" else "ji", self.pair, strict=True)
+        ends = zip("ji", self.read, strict=True)
         return [rows for end, rows in ends if f"{name}_{end}" in asked]
 
     @contextmanager
