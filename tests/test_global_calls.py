@@ -660,6 +660,24 @@ class Weighed(MessagePassing):
         return found
 
 
+class Updated(MessagePassing):
+    """Its ``update()`` gets the rows of all nodes by the name by which messages read them."""
+
+    def __init__(self, flow: str) -> None:
+        super().__init__(aggr="sum", flow=flow)
+        self.lin = torch.nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=self.lin(x))
+        return out
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+    def update(self, inputs: Tensor, x: Tensor) -> Tensor:
+        return inputs + x.tanh()
+
+
 SELECTED = torch.arange(NODES)[torch.arange(NODES) != 5].flip(0)
 AS_MANY: dict[str, Callable[[Any, Callable[[Any], Any]], Tensor]] = {
     "weights of edges": lambda v, c: c(gnn.GraphConv(6, 3))(v.x, v.edge_index, v.edge_weight),
@@ -682,6 +700,10 @@ AS_MANY: dict[str, Callable[[Any, Callable[[Any], Any]], Tensor]] = {
     "an own layer, of edges": lambda v, c: c(Weighed(False))(v.x, v.edge_index, v.edge_weight),
     "an own layer, of nodes": lambda v, c: c(Weighed(False))(v.x, v.edge_index, v.x[:, 0]),
     "an own sum, of nodes": lambda v, c: c(Weighed(True))(v.x, v.edge_index, v.x[:, 0]),
+    "an own update, turned edges": lambda v, c: c(Updated("source_to_target"))(
+        v.x, v.edge_index.flip(0)
+    ),
+    "an own update, backwards": lambda v, c: c(Updated("target_to_source"))(v.x, v.edge_index),
 }  # fmt: skip
 
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.layer_facts import asked_by
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex
+
+_OF_NODES = "message", "aggregate", "update"  # They get the arguments of ``propagate``.
 
 
 def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:
@@ -64,6 +67,11 @@ def row_levels(
     agreed = maximum(edge_index.plan.comm, misses, edge_index.device)
     count = len(found)
     edges = {n: not miss for n, miss in zip(found, agreed[:count], strict=True)}
+    for own in edges:  # What is read at the ends of edges as well has a row for each node.
+        of_edges = own.startswith("edge_update.")
+        asked = asked_by(layer, *(("edge_update",) if of_edges else _OF_NODES))
+        name = own.rpartition(".")[2]
+        edges[own] &= f"{name}_i" not in asked and f"{name}_j" not in asked
     nodes = {n: 0 for n, miss in zip(found, agreed[count : 2 * count], strict=True) if not miss}
     nodes |= {n: 1 for n, miss in zip(found, agreed[2 * count :], strict=True) if not miss}
     nodes = {n: space for n, space in nodes.items() if not edges[n]}
