@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, cast
 from weakref import ReferenceType, ref
 from zlib import crc32
@@ -172,15 +173,20 @@ class _Call:
         self.many = of_edges & of_nodes  # Whose rows may be either.
         of_edges -= of_nodes
         axis, pygs = int(getattr(module, "node_dim", 0)), not isinstance(module, GlobalPropagation)
-        batches = [t for t, edges in ends_of if edges is None and t.is_floating_point()]
-        batches = [t for t in batches if t.axis or (pygs and t.dim() > 2 and t.rows in ends)]
+        batches = [
+            t
+            for t, edges in ends_of
+            if edges is None
+            and (t.axis or (pygs and t._local.dim() > 2 and t.rows in ends))
+            and t.is_floating_point()
+        ]
         aside = [t.rows.total in of_edges and t.axis != _axis_in(t, axis) for t in batches]
         self.edges_aside = not pygs and any(aside)
         if self.edges_aside:
             batches = [t for t in batches if t.rows.total not in of_edges]
         if batches:
             self.axis = self._axis_of(batches)
-        elif layers and all(t.rows in own for t in found):
+        elif layers and set(map(attrgetter("rows"), found)).issubset(own):
             self.axis = self._axis_of_plain(tree_leaves((args, kwargs)))
 
     def _axis_of(self, batches: list[NodeTensor]) -> int:
