@@ -1,8 +1,8 @@
 """``plan``: what a training will take on a partition, found out on a small graph of its shape.
 
 [Note: how it is predicted] The model makes three training steps on graphs of two sizes that have
-the partition's shape (``plan_sample.py``), on as many workers as there are parts, all threads of
-one process that exchange rows as hosts do. The bytes of all tensors alive in a worker are counted,
+the partition's shape (``plan_sample.py``), on as many workers as there are parts, which send each
+other rows as hosts do. The bytes of all tensors alive in a worker are counted,
 the bytes that it sends, and the processor's time of later steps; lines through both sizes give
 those of the whole partition. Nothing is known of the model, so any model that runs can be planned.
 With fewer workers than parts one process hosts all parts of the sample: each worker's peak is that
