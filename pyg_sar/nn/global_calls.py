@@ -648,8 +648,10 @@ def _kept(layer: Any) -> dict[str, Any]:
 def _edges_given(args: Any, kwargs: Any) -> list[tuple[ReferenceType[Tensor], int]]:
     """Returns edges among arguments, and tensors with a row for each, with their versions."""
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    many = {t.rows.total for t in node_tensors(given) if t.edges is not None}
-    return [(ref(t), version_of(t)) for t in given if many & {*t.shape[:2]}]
+    edges = [t.rows for t in node_tensors(given) if t.edges is not None]
+    many, nodes = {rows.total for rows in edges}, {end for rows in edges for end in rows.ends}
+    of_edges = [t for t in given if many & {*t.shape[:2]} and getattr(t, "rows", None) not in nodes]
+    return [(ref(t), version_of(t)) for t in of_edges]
 
 
 def _take_all_nodes(layer: Any, args: Any, kwargs: Any) -> dict[str, Any]:
