@@ -385,16 +385,19 @@ def test_numbers_of_parts_are_suggested(tmp_path, monkeypatch, capsys):
     owner = assign_nodes(data.edge_index, 400, 4, "coarsened") // 2
     pyg_sar.write_partitions(data, 2, tmp_path / "q", owner)
     assert found[0].halo == 2 * max(p.num_halo for p in read_metadata(tmp_path / "q").parts)
-    monkeypatch.setattr(planning, "MOST_ESTIMATED", 2)
+    monkeypatch.setattr(planning, "MOST_ESTIMATED", 4)
     data.edge_attr = torch.rand(data.num_edges, 2)
     model = GATConv(6, 4, edge_dim=2)
 
     def call(model: torch.nn.Module, data: Data) -> torch.Tensor:
         return model(data.x, data.edge_index, data.edge_attr)
 
-    plan = pyg_sar.plan(model, data, memory="1GiB", call=call)
-    assert [(one.parts, one.workers, one.mode) for one in plan.forecasts] == [("2 estimated", 2, 1)]
-    assert plan.best is not None
+    plan = pyg_sar.plan(model, data, memory="1GiB", call=call, rates=RATES)
+    counts = [(one.parts, one.workers, one.mode) for one in plan.forecasts]
+    assert counts == [("2 estimated", 2, 1), ("4 estimated", 4, 1)] and plan.best is not None
+    # Workers of the larger partition go on with the smaller one: it is planned as it is alone.
+    (alone,) = pyg_sar.plan(model, found[0], modes=[1], call=call, rates=RATES).forecasts
+    assert plan.forecasts[0] == alone
     for options in ({"workers": [1]}, {"store": str(tmp_path)}, {"bandwidth": 1e8, "hosts": 1}):
         with pytest.raises(ValueError, match="or parts= of the graph"):
             pyg_sar.plan(model, data, memory="1GiB", call=call, **options)

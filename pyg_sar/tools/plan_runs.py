@@ -9,6 +9,7 @@ continues along a line like all else. Where the store refuses a sample, it would
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 import pyg_sar.comm.group as group
 from pyg_sar.comm.host import split_parts
@@ -69,15 +71,15 @@ class Samples:
     ) -> None:
         share = min(1.0, rows / max(_rows(shapes), 1))
         self.sizes = [share] if share == 1.0 else [share, share / 4]
+        self.parts, self.policies = len(shapes), policies
         self._folder = TemporaryFolder("pyg_sar-plan-")
-        self._parts, self._policies = len(shapes), policies
         if isinstance(model, nn.Module):  # Samples run on the CPU, in other processes.
             model = copy.deepcopy(model).cpu()
-        self._jobs = []
+        self.jobs = []
         for number, size in enumerate(self.sizes):
             out = str(self._folder.path / str(number))
             write_sample(root, shapes, size, Path(out))
-            self._jobs.append((out, model, policies, call, size))
+            self.jobs.append((out, model, policies, call, size))
 
     def __enter__(self) -> Samples:
         return self
@@ -85,20 +87,15 @@ class Samples:
     def __exit__(self, *error: object) -> None:
         self._folder.close()
 
-    def apart(self) -> list[Runs]:
-        """Runs a worker for each part; runs by policy."""
-        # Without shared memory rows are sent and received, as between hosts: each is one worker's.
-        return self._runs(self._parts, env={"PYG_SAR_SHARED_MEMORY": "0"})
-
     def hosted(self) -> list[Runs]:
         """Runs one worker that hosts all parts; runs by policy."""
-        return self._runs(1, parts=self._parts)
+        return self.runs(launch(_try_each, 1, self.jobs, parts=self.parts))
 
-    def _runs(self, workers: int, **how: Any) -> list[Runs]:
-        found = launch(_try_each, workers, self._jobs, **how)  # By part, size and policy.
+    def runs(self, tried: Sequence[Sequence[Sequence[Run]]]) -> list[Runs]:
+        """Returns runs by policy of those of each part, by size and policy."""
         return [
-            Runs(self.sizes, [[part[n][k] for part in found] for n in range(len(self.sizes))])
-            for k in range(len(self._policies))
+            Runs(self.sizes, [[part[n][k] for part in tried] for n in range(len(self.sizes))])
+            for k in range(len(self.policies))
         ]
 
     def stored(self, hosted: Runs, k: int, workers: int, limit: int, store: str) -> Stored:
@@ -106,17 +103,17 @@ class Samples:
 
         See [Note: samples of a store].
         """
-        groups = split_parts(self._parts, workers)
+        groups = split_parts(self.parts, workers)
         left, found = left_to_tensors(limit), []
         if left is None:
             return Stored(self.sizes, [], "the limit leaves nothing to tensors")
-        for number, (out, model, policies, call, size) in enumerate(self._jobs):
+        for number, (out, model, policies, call, size) in enumerate(self.jobs):
             budgets = [hosted.share_of(parts, left, number) for parts in groups]
             cache = max(round(limit // CACHES * size), 1)
             given = out, model, policies[k], call, size, budgets, cache
             try:
                 # The launch's own limit does not count: each worker fixes it.
-                how: Any = {"parts": self._parts, "memory": 1 << 40, "store": store}
+                how: Any = {"parts": self.parts, "memory": 1 << 40, "store": store}
                 parts = launch(_try_stored, workers, *given, **how)
             except WorkerError as error:
                 if "StoreError" not in str(error) and "OutOfMemoryError" not in str(error):
@@ -124,6 +121,19 @@ class Samples:
                 return Stored(self.sizes, [], "a part needs more at once")
             found.append([[parts[p] for p in group] for group in groups])
         return Stored(self.sizes, found, "")
+
+
+def try_apart(samples: Sequence[Samples]) -> list[list[Runs]]:
+    """Runs a worker for each part; for each of the samples, the runs by policy."""
+    most_first = sorted(range(len(samples)), key=lambda n: -samples[n].parts)
+    jobs = [(samples[n].parts, samples[n].jobs) for n in most_first]
+    # Without shared memory rows are sent and received, as between hosts: each is one worker's.
+    found = launch(_try_in_turn, jobs[0][0], jobs, env={"PYG_SAR_SHARED_MEMORY": "0"})
+    runs = {
+        n: samples[n].runs([tried[turn] for tried in found[: samples[n].parts]])
+        for turn, n in enumerate(most_first)
+    }
+    return [runs[n] for n in range(len(samples))]
 
 
 def _rows(shapes: Sequence[PartShape]) -> int:
@@ -156,6 +166,25 @@ def _scale(size: float) -> None:
     # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
     for module, name, whole in PIECES:
         setattr(module, name, max(int(whole * size), 1))
+
+
+def _try_in_turn(jobs: Sequence[tuple[int, Sequence[Any]]]) -> list[list[list[Run]]]:
+    """Trains on samples of so many parts, most first; runs of each, on each of their workers.
+
+    The first workers go on in a group of their own: a start takes longer than most samples.
+    """
+    rank, world = group.current().rank, group.current().world_size
+    tried = []
+    bar = tqdm(jobs, desc="plan", unit="sample", disable=True if rank else None, leave=False)
+    for parts, given in bar:
+        if rank >= parts:
+            break
+        if parts < world:
+            group.finalize()
+            os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(parts)
+            world = group.init().world_size
+        tried.append(_try_each(given))
+    return tried
 
 
 def _try_each(jobs: Sequence[Any]) -> list[list[Run]]:

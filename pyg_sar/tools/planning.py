@@ -17,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -31,10 +32,10 @@ from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools import plan_runs
-from pyg_sar.tools.forecasts import Forecast, Machine, Plan
+from pyg_sar.tools.forecasts import Forecast, Machine, Plan, Runs
 from pyg_sar.tools.graphs import load_graph, parse_source, settings_of
 from pyg_sar.tools.models import call_with, imported_model
-from pyg_sar.tools.plan_runs import Samples
+from pyg_sar.tools.plan_runs import Samples, try_apart
 from pyg_sar.tools.plan_sample import PublishedPartition, estimated_partitions, read_shapes
 from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, as_usage_errors, call_of, count_classes, use_features
@@ -155,10 +156,11 @@ def plan(
     )
     if graph is not None and estimated:
         roots = list(estimated_partitions(graph, MOST_ESTIMATED))
+    published = iter(tried.published([p for p in roots if isinstance(p, PublishedPartition)]))
     forecasts = []
     for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
         if isinstance(root, PublishedPartition):
-            forecasts += tried.published(root)
+            forecasts += next(published)
         elif graph is None:
             forecasts += tried.there(os.fspath(root), os.fspath(root))
         else:
@@ -205,17 +207,30 @@ class _Tried:
     machine: Machine
     call: Callable[..., Tensor]
 
-    def published(self, parts: PublishedPartition) -> list[Forecast]:
-        """Returns those of a partition that is not there, which has other samples in each mode."""
-        estimated = parts.like is not None
-        rows, forecasts = ROWS if estimated else plan_runs.ROWS, []
-        for mode, policy in self.policies.items():
-            given = parts, parts.shapes(mode), self.model, [policy], self.call, rows
-            with Samples(*given) as samples:
-                found = self.machine.published(samples.apart()[0], parts, mode)
-            name = f"{parts.parts} estimated" if estimated else "published"
-            forecasts.append(Forecast(parts=name, workers=parts.parts, mode=mode, **found))
-        return forecasts
+    def published(self, partitions: Sequence[PublishedPartition]) -> list[list[Forecast]]:
+        """Returns those of partitions that are not there, which have other samples in each mode."""
+        with ExitStack() as stack:
+            samples = [
+                stack.enter_context(self._samples(parts, mode))
+                for parts in partitions
+                for mode in self.policies
+            ]
+            runs = iter(try_apart(samples) if samples else ())
+        return [
+            [self._published(parts, mode, next(runs)[0]) for mode in self.policies]
+            for parts in partitions
+        ]
+
+    def _published(self, parts: PublishedPartition, mode: int, runs: Runs) -> Forecast:
+        found = self.machine.published(runs, parts, mode)
+        name = "published" if parts.like is None else f"{parts.parts} estimated"
+        return Forecast(parts=name, workers=parts.parts, mode=mode, **found)
+
+    def _samples(self, parts: PublishedPartition, mode: int) -> Samples:
+        rows = plan_runs.ROWS if parts.like is None else ROWS
+        return Samples(
+            parts, parts.shapes(mode), self.model, [self.policies[mode]], self.call, rows
+        )
 
     def there(self, root: str, name: str) -> list[Forecast]:
         """Returns those of the partition in a folder."""
@@ -230,7 +245,7 @@ class _Tried:
         given = root, shapes, self.model, list(self.policies.values()), self.call, rows
         forecasts = []
         with Samples(*given) as samples:
-            apart = samples.apart()
+            apart = try_apart([samples])[0]
             hosted = samples.hosted() if fewer else apart
             for k, mode in enumerate(self.policies):
                 for count in counts:
