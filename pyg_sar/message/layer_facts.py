@@ -279,8 +279,8 @@ def draws_within_messages(layer: MessagePassing) -> bool:
 def _is_silent(module: Any) -> bool:
     kind: Any = type(module)
     kind = plain_class(kind)
-    own = _OWN_METHODS & vars(module).keys()
-    if any(home_of(vars(module)[name]) != "pyg_sar" for name in own):
+    own = vars(module)
+    if any(home_of(own[name]) != "pyg_sar" for name in _OWN_METHODS & own.keys()):
         return False
     if kind in _PLAIN or (kind.__module__.startswith("torch.nn.") and not module.training):
         return True
@@ -288,12 +288,13 @@ def _is_silent(module: Any) -> bool:
         return True
     if not _only_drops(kind):
         return False
-    rates = [v for name, v in vars(module).items() if "drop" in name]
-    drops = module.training and any(any(v) if isinstance(v, list) else v for v in rates)
-    return not drops and not any(v for name, v in vars(module).items() if name.endswith(_HOOKS))
+    rates = [v for name, v in own.items() if "drop" in name] if module.training else []
+    drops = any(any(v) if isinstance(v, list) else v for v in rates)
+    return not drops and not any(map(own.get, _HOOKS))
 
 
-_HOOKS = ("forward_hooks", "forward_pre_hooks")
+_HOOKED = "message", "edge_update", "aggregate", "message_and_aggregate", "propagate"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *hook_names(*_HOOKED))
 _OWN_METHODS = frozenset({"forward", "message", "aggregate", "update", "edge_update", "propagate"})
 
 

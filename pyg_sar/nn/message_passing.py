@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from inspect import Parameter
 from typing import Any
 
@@ -103,6 +103,7 @@ from pyg_sar.space.partial_edges import inner
 _METHODS = ("message", "aggregate", "update", "edge_update")
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
+_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}  # of parameters, hooks and the like
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
 
 
@@ -318,6 +319,8 @@ class DistMessagePassing(MessagePassing):
         for module in modules:
             switches.append(type(module))
             for name, value in module.__dict__.items():
+                if name in _TABLES:
+                    continue
                 if isinstance(value, wanted) and name[0] != "_":
                     switches.append((name, value))
                 elif isinstance(value, list | tuple) and name[0] != "_":
@@ -586,10 +589,19 @@ class DistMessagePassing(MessagePassing):
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``forward`` by name."""
+        forward: Any = self.forward
+        own = [self] if inspect.ismethod(forward) else []
         try:
-            return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
+            signature = _signature(forward.__func__ if own else forward)
+            bound = signature.bind_partial(*own, *args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.
             return {}
+        return dict([*bound.items()][len(own) :])
+
+
+@lru_cache(256)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 @cache
