@@ -29,6 +29,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.nn import propagation
 from pyg_sar.space.shard import Segments, shards_of
 
 SWITCHES = (
@@ -292,3 +293,64 @@ def ends_of(segments: Segments) -> list[tuple[int, int]]:
 
 def test_transposed_shards_hold_the_same_edges(partitions: Partitions):
     workers(transposed, 3, partitions(make_graph(), 3, "random"))
+
+
+class CountedKept(dict[Any, Any]):
+    """Notes each order that weights are brought into."""
+
+    def __init__(self, made: list[bool]) -> None:
+        super().__init__()
+        self.made = made
+
+    def setdefault(self, block: Any, orders: Any = None) -> Any:
+        if block not in self:
+            self[block] = CountedOrders(self.made)
+        return self[block]
+
+
+class CountedOrders(dict[bool, Tensor]):
+    def __init__(self, made: list[bool]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __setitem__(self, by_source: bool, weights: Tensor) -> None:
+        self.made.append(by_source)
+        super().__setitem__(by_source, weights)
+
+
+def normalised(data: Any, made: list[bool] | None = None) -> tuple[list[Any], list[list[bool]]]:
+    """Outputs and gradients of steps whose weights change after two; orders that each step made."""
+    torch.manual_seed(0)
+    model = gnn.GCN(data.x.size(1), 4, 3, 2, dropout=0.0).double()
+    if made is not None:
+        model = pyg_sar.distribute(model)
+    found, orders = [], []
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                data.edge_weight.mul_(2).clamp_(max=1.0)
+        model.zero_grad()
+        out = model(data.x, data.edge_index, data.edge_weight)
+        out.square().mean().backward()
+        found += [whole(out.detach()), *[p.grad for p in model.parameters()]]
+        orders.append([] if made is None else [*made])
+        if made is not None:
+            made.clear()
+    return found, orders
+
+
+def normalised_on_a_worker(root: Path) -> tuple[list[Any], list[list[bool]]]:
+    made: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(propagation, "WeakKeyDictionary", lambda: CountedKept(made))
+        return normalised(pyg_sar.load_partition(root), made)
+
+
+def test_normalised_weights_are_put_in_order_once(partitions: Partitions, kernels: None):
+    """For all layers and steps, by target and by source, until the weights are others."""
+    data = make_graph()
+    expected, _ = normalised(data.clone())
+    for found, orders in workers(normalised_on_a_worker, 3, partitions(data, 3, "random")):
+        torch.testing.assert_close(found, expected)
+        assert orders[1] == orders[3] == [] and sorted(orders[0]) == sorted(orders[2])
+        assert 0 < orders[0].count(True) <= orders[0].count(False) <= 3  # a block for each owner

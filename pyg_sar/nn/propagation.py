@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -403,17 +404,18 @@ def as_kept(layer: Any, edge_index: DistEdgeIndex) -> DistEdgeIndex:
     their weights: nobody asks in later passes.
     """
     kept = layer._cached_edge_index
-    found = isinstance(kept, tuple) and kept[0] is edge_index and edge_index.partial is None
-    if not found or edge_index.plan.world_size == 1:
+    if not (isinstance(kept, tuple) and kept[0] is edge_index and edge_index.partial is None):
+        return edge_index
+    for weight in kept[1:]:
+        if isinstance(weight, Tensor) and not hasattr(weight, "kept_by_all"):
+            weight.kept_by_all = WeakKeyDictionary()  # type: ignore[attr-defined]
+    if edge_index.plan.world_size == 1:
         return edge_index
     with torch.inference_mode(edge_index.is_inference()):
         own = dist_edge_index(
             edge_index, edge_index.plan, edge_index.dist_row, edge_index.targets
         ).ordered(edge_index.places)
     own.kept = True
-    for weight in kept[1:]:
-        if isinstance(weight, Tensor):
-            weight.kept_by_all = True  # type: ignore[attr-defined]
     layer._cached_edge_index = (own, *kept[1:])
     return own
 

@@ -11,8 +11,8 @@ them: a partial sum travels as well as a source row, and :math:`c_i g_i` as well
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -33,6 +33,9 @@ from pyg_sar.space.shard import Block, Segments
 
 Weights = Sequence[Tensor]
 """Weights of the edges of a stage *there*, by unit from 1 on."""
+KeptWeights = MutableMapping[Block, dict[bool, Tensor]]
+"""Weights that layers keep for their next calls, in the order of each block's edges by target, and
+by source (``True``)."""
 
 
 class Sums(Kernel):
@@ -65,6 +68,7 @@ class Sums(Kernel):
         self.prefetch, self.wire = prefetch, wire
         self.kinds, self.needs_sources, self.there = kinds, needs_sources, there
         self.unread = frozenset(() if needs_sources else (0,))
+        self.kept: KeptWeights | None = None
 
     def forward(self, tensors: Sequence[Tensor], record: bool) -> SumsForward:
         return SumsForward(self, tensors)
@@ -93,10 +97,22 @@ class Sums(Kernel):
         )
 
 
-def weights_of(block: Block, weight: Tensor) -> Tensor:
-    """A number for each of the block's edges, in its order, in what kernels add up in."""
-    found = weight.reshape(-1)[block.columns]
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+def weights_of(
+    block: Block, weight: Tensor, kept: KeptWeights | None, by_source: bool = False
+) -> Tensor:
+    """A number for each of the block's edges, in its order, in what kernels add up in.
+
+    Of weights that are ``kept`` it is made once, and ``by_source`` in the order of that.
+    """
+    if kept is None:
+        found = weight.reshape(-1)[block.columns]
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+    orders = kept.setdefault(block, {})
+    if by_source not in orders:
+        numbers = block.transposed(numbered=True).edges if by_source else None
+        ordered = weights_of(block, weight, kept if by_source else None)
+        orders[by_source] = ordered if numbers is None else ordered[numbers]
+    return orders[by_source]
 
 
 def add_gathered(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -> None:
@@ -168,6 +184,7 @@ class SumsCall:
         if len(shape) != 1:
             rows = rows.reshape(rows.size(0), shape.numel())
         kernel = self.kernel(schedule, there)
+        kernel.kept = getattr(weight, "kept_by_all", None)
         kernel.derivatives = self.derivatives(edge_index)
         results = run(kernel, [rows] if weight is None else [rows, weight], self.record)
         if len(shape) != 1:
@@ -208,8 +225,9 @@ class SumsForward(Pass):
         if rows.index is not None:
             source = rows.index.index_select(0, source).to(source.dtype)
         at = source, edges.offsets, edges.targets
+        kept = self._kernel.kept
         for total in self.answers:
-            weight = None if self._weight is None else weights_of(block, self._weight)
+            weight = None if self._weight is None else weights_of(block, self._weight, kept)
             gather_sum_(total, read, *at, weight, edges.edges)
         for is_largest, (best, ties) in zip(self._largest, self.extrema, strict=True):
             extremum_(best, ties, read, *at, is_largest)
@@ -323,10 +341,13 @@ class SumsBackward(Pass):
             self._weight_total.view(-1)[block.columns] = found.to(self._weight_total.dtype)
 
     def _add_rows(self, block: Block, into: Tensor, read: Tensor | None) -> None:
-        weight = None if self._weight is None else weights_of(block, self._weight)
+        kept, weight = self._kernel.kept, None
         edges = block.by_source
-        if edges is None or weight is not None:
-            edges = block.transposed(numbered=weight is not None)
+        if edges is None or self._weight is not None:
+            edges = block.transposed(numbered=self._weight is not None)
+        if self._weight is not None:
+            weight = weights_of(block, self._weight, kept, by_source=True)
+            edges = edges if kept is None else replace(edges, edges=None)
         gradient, scale = self._gradient, self.scale
         # A divided copy of all rows is made only where numbers for the edges would take more.
         if gradient is not None and (
