@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from combinations import some
-from oracle import CHANNELS, MODES, OUT, error, make_graph, node_losses, parts, set_policy, whole
+from oracle import (
+    CHANNELS,
+    MODES,
+    OUT,
+    alike,
+    error,
+    make_graph,
+    node_losses,
+    parts,
+    set_policy,
+    whole,
+)
 from oracle import workers as launched
 from torch import Tensor
 from torch_geometric.nn import LINKX, GATConv, LightGCN, RGCNConv
@@ -332,6 +343,24 @@ def test_options_of_embeddings(tmp_path):
             node_losses(table(ids)).mean().backward()
             assert error(found[0], table(ids).detach()) < 1e-10, how
             assert error(found[1], table.weight.grad) < 1e-10, how
+
+
+def computed(data: Any, ready: Any) -> list[Tensor]:
+    """A table that is computed in each call, and counts its calls: by a spectral norm's steps."""
+    torch.manual_seed(2)
+    table = torch.nn.Embedding(NODES, CHANNELS).double()
+    table = ready(torch.nn.utils.parametrizations.spectral_norm(table, n_power_iterations=1))
+    found = []
+    for _ in range(3):
+        table.zero_grad()
+        node_losses(table(data.name // 2)).mean().backward()
+        found += [p.grad.clone() for p in table.parameters()]
+    return [*found, *(buffer.clone() for buffer in table.buffers())]
+
+
+def test_distribute_computes_no_table(tmp_path):
+    pyg_sar.write_partitions(data := graph(), 2, tmp_path / "p", "random")
+    alike(computed, data, tmp_path / "p", 2)
 
 
 def wrong(root: Path) -> list[str]:

@@ -106,8 +106,9 @@ def own_rows(model: torch.nn.Module, comm: Communicator) -> None:
                 continue
         elif not isinstance(module, SparseLinear):
             continue
-        weight: Any = module.weight
-        rows = comm.layouts.get(weight.size(0))
+        # module.weight would compute what a parametrization makes: a spectral norm takes a step.
+        weight: Any = module._parameters.get("weight")
+        rows = None if weight is None else comm.layouts.get(weight.size(0))
         if rows is None or isinstance(weight, NodeTensor) or weakref.getweakrefs(weight):
             continue
         owned = torch.nn.Parameter(_cut(weight, rows), weight.requires_grad)
