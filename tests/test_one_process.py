@@ -73,10 +73,10 @@ def graph(seed=0):
     return x, torch.cat([edge_index, edge_index[:, :9], torch.zeros(2, 2).long()], 1)
 
 
-def run(model, x, edge_index):
+def run(model, x, *edges):
     """Output, and gradients of the input and of all parameters, under a weighted loss."""
     x = x.clone().requires_grad_()
-    out = model(x, edge_index)
+    out = model(x, *edges)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     grads = torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
     return [out, *grads]
@@ -176,13 +176,36 @@ def test_each_layer_keeps_the_structure_of_its_own_edges():
     assert len(layer.own_graphs._found) == 8 + len(relations) - 1
 
 
-def test_edges_changed_in_place_are_looked_at_again():
-    plain = SAGEConv(WIDTH, 5).double()
+def in_inference_mode(tensor, values):
+    with torch.inference_mode():
+        tensor.copy_(values)
+
+
+def by_another_tensor(tensor, values):
+    tensor.data = values
+
+
+WRITES = {
+    "in place": lambda tensor, values: tensor.copy_(values),
+    "in inference mode": in_inference_mode,
+    "by data": lambda tensor, values: tensor.data.copy_(values),
+    "another tensor": by_another_tensor,
+    "by NumPy": lambda tensor, values: tensor.numpy().__setitem__(..., values.numpy()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("kind", [SAGEConv, GCNConv, GraphConv, GATConv])
+def test_what_is_written_into_edges_and_weights_counts(kind, flow, write):
+    plain = kind(WIDTH, 5, flow=flow).double()
     model = pyg_sar.distribute(copy.deepcopy(plain))
     x, edge_index = graph()
-    run(model, x, edge_index)
-    edge_index[0].copy_(edge_index[0].flip(0))
-    assert largest_error(run(model, x, edge_index), run(plain, x, edge_index)) < 1e-10
+    weight = torch.rand(edge_index.size(1), dtype=torch.float64)
+    given = [edge_index, weight] if kind in (GCNConv, GraphConv) else [edge_index]
+    for tensor, values in ((weight, weight), (edge_index, graph(1)[1]), (weight, weight.flip(0))):
+        WRITES[write](tensor, values)
+        assert largest_error(run(model, x, *given), run(plain, x, *given)) < 1e-10
 
 
 def test_two_kinds_of_nodes():

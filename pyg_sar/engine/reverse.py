@@ -20,7 +20,8 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.ledger import Label
 from pyg_sar.message.program import DeferredEdge
-from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
+from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index
+from pyg_sar.tensors.rows import unchanged_as
 
 _PLAN: Label = ("", "", "plan")
 
@@ -122,7 +123,7 @@ class ReversedEdges:
         if tensor.requires_grad:
             moved: Tensor = _Carry.apply(tensor, self, label, False)
             return moved
-        key = ("carried", id(tensor), version_of(tensor))
+        key = ("carried", id(tensor), unchanged_as(tensor, self._plan.world_size))
         found = self.edge_index.remember(key, lambda: (tensor, self.send(tensor, label)))
         kept: Tensor = found[1]
         return kept

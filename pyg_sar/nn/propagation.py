@@ -34,8 +34,9 @@ from pyg_sar.message.layer_facts import asked_by, facts_of, standing_in
 from pyg_sar.message.message_checks import maximum, refuse_batched_edges, row_levels
 from pyg_sar.message.program import STAND_INS, DeferredEdge, check_nodes
 from pyg_sar.message.row_wise import SIZE_NAMES
-from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
+from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index
 from pyg_sar.space.joint_index import widened
+from pyg_sar.tensors.rows import unchanged_as
 from pyg_sar.wording import counted
 
 
@@ -370,7 +371,7 @@ def kept_normalisation(
     if not isinstance(x, Tensor) or not constant:
         yield
         return
-    version = None if weight is None else version_of(weight)
+    version = None if weight is None else unchanged_as(weight, edge_index.plan.world_size)
     # Layers that normalise alike share what they make: L layers don't hold it L times. Else not
     # id(layer), which a later layer may get: on some workers only, and with other options.
     forward, options = type(layer).forward, [("node_dim", layer.node_dim)]

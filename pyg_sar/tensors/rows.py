@@ -66,6 +66,19 @@ def known_by(tensor: Tensor) -> tuple[Any, ...]:
     return (id(tensor), written(tensor)) if number is None else ("derivation", number)
 
 
+def unchanged_as(tensor: Tensor, workers: int) -> int:
+    """Returns a number that stays the same until something is written into a tensor.
+
+    In one process the tensor is the user's: NumPy, or ``x.data``, may write into it, which PyTorch
+    doesn't count, so what it holds tells. Not on a GPU, for which it would have to be waited, nor
+    in a transform of ``torch.func``, where tensors have no memory of their own.
+    """
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if workers > 1 or transformed or tensor.device.type != "cpu":
+        return version_of(tensor)
+    return zlib.crc32(bytes_of(tensor).numpy().data)
+
+
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
 _FIRST = 2**12  # numbers that are read of what operators and gradients hold
 _TABLES = 256  # of which it is kept what was read, until that is compared
