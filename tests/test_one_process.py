@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch_geometric.nn import (
@@ -206,6 +208,58 @@ def test_what_is_written_into_edges_and_weights_counts(kind, flow, write):
     for tensor, values in ((weight, weight), (edge_index, graph(1)[1]), (weight, weight.flip(0))):
         WRITES[write](tensor, values)
         assert largest_error(run(model, x, *given), run(plain, x, *given)) < 1e-10
+
+
+class Counting(torch.nn.Linear):
+    """A linear map that grows with each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Remembering(MessagePassing):
+    """Keeps something of each call, in all ways, and draws from all generators; no kernel's."""
+
+    def __init__(self):
+        super().__init__("add")
+        self.lin = Counting(WIDTH, 5)
+        self.calls, self.past, self.hidden, self.by_name = 0, [], None, {"calls": 0}
+        self.memory = torch.zeros(NODES, 5, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(5))
+        self.numpy, self.own = np.random.default_rng(1), torch.Generator().manual_seed(1)
+
+    def forward(self, x, edge_index):
+        h = self.lin(x)
+        self.calls += 1
+        self.past.append(h.sum().item())
+        self.by_name["calls"] += self.calls
+        self.memory[: self.calls] += h[: self.calls].detach()
+        self.mean.mul_(0.9).add_(h.detach().mean(0))
+        self.hidden = h if self.hidden is None else h + self.hidden.detach()
+        drawn = random.random() + np.random.rand() + self.numpy.random()
+        h = h + drawn + torch.rand(1, generator=self.own).item() + self.memory - self.mean
+        h = h / self.by_name["calls"] + len(self.past) + self.hidden
+        return self.propagate(edge_index, x=h)
+
+    def message(self, x_i, x_j):
+        return torch.tanh(x_j - x_i)
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+def test_a_layer_that_no_kernel_is_for_is_called_once():
+    plain = Remembering().double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    given, results = graph(), []
+    for layer in (plain, model):
+        random.seed(2)
+        np.random.seed(2)
+        found = [t for step in range(3) for t in run(layer.train(step != 1), *given)]
+        state = [layer.memory, layer.mean, torch.tensor([layer.calls, layer.lin.calls])]
+        results.append([*found, *state, torch.tensor(layer.past)])
+    assert largest_error(*results) < 1e-10
 
 
 def test_two_kinds_of_nodes():

@@ -53,35 +53,34 @@ def padded_to(layer: torch.nn.Module, most_edges: int) -> Iterator[None]:
             handle.remove()
 
 
-@contextmanager
-def other_draws(layer: torch.nn.Module) -> Iterator[list[str]]:
-    """Gives back what a block draws of Python's and NumPy's generators, the layer's own as well.
+class OtherGenerators:
+    """Python's and NumPy's generators as they are now, those of a layer as well.
 
-    Yields a list, which names these generators afterwards.
+    Args:
+        layer: The layer.
     """
-    own = [
-        (f"its generator '{name}'", value)
-        for module in layer.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, random.Random | np.random.Generator | np.random.RandomState)
-    ]
-    of_torch = [
-        (value, value.get_state())
-        for module in layer.modules()
-        for value in vars(module).values()
-        if isinstance(value, torch.Generator)
-    ]
-    before, states = other_states(), [_state_of(value) for _, value in own]
-    drawn: list[str] = []
-    try:
-        yield drawn
-    finally:
-        for generator, kept in of_torch:
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        held = [item for module in layer.modules() for item in vars(module).items()]
+        kinds = random.Random | np.random.Generator | np.random.RandomState
+        self._own = [
+            (f"its generator '{name}'", value, _state_of(value))
+            for name, value in held
+            if isinstance(value, kinds)
+        ]
+        of_torch = [value for _, value in held if isinstance(value, torch.Generator)]
+        self._of_torch = [(value, value.get_state()) for value in of_torch]
+        self._before = other_states()
+
+    def put_back(self) -> list[str]:
+        """Gives back what was drawn; returns the names of the generators that were drawn from."""
+        drawn: list[str] = []
+        for generator, kept in self._of_torch:
             generator.set_state(kept)
-        if not torch.equal(before, other_states()):
-            set_other_states(before)
+        if not torch.equal(self._before, other_states()):
+            set_other_states(self._before)
             drawn.append("Python's random or numpy.random")
-        for (name, value), state in zip(own, states, strict=True):
+        for name, value, state in self._own:
             if pickle.dumps(_state_of(value)) != pickle.dumps(state):
                 drawn.append(name)
                 if isinstance(value, random.Random):
@@ -90,6 +89,20 @@ def other_draws(layer: torch.nn.Module) -> Iterator[list[str]]:
                     value.bit_generator.state = state
                 else:
                     value.set_state(state)
+        return drawn
+
+
+@contextmanager
+def other_draws(layer: torch.nn.Module) -> Iterator[list[str]]:
+    """Gives back what a block draws of Python's and NumPy's generators, the layer's own as well.
+
+    Yields a list, which names these generators afterwards.
+    """
+    generators, drawn = OtherGenerators(layer), list[str]()
+    try:
+        yield drawn
+    finally:
+        drawn += generators.put_back()
 
 
 def _state_of(value: Any) -> Any:

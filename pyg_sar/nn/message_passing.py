@@ -527,10 +527,9 @@ class DistMessagePassing(MessagePassing):
         eligible = eligible and not is_explained(self)
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
-        found = graphs.stand_in(self, self._bound(args, kwargs))
-        if found is None or self.training in facts_of(self).not_fused or changes_of(self):
+        if self.training in facts_of(self).not_fused or changes_of(self):
             return None
-        return found
+        return graphs.stand_in(self, self._bound(args, kwargs))
 
     def _call_on_own_graph(
         self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]

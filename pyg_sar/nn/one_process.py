@@ -8,7 +8,7 @@ layers of a model share it. A checksum tells whether it is unchanged: 2 to 4 % o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,8 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import made_for, why_missing_on
-from pyg_sar.message.layer_facts import facts_of
-from pyg_sar.message.layer_state import put_back
+from pyg_sar.message.layer_facts import facts_of, is_users
+from pyg_sar.message.layer_state import OtherGenerators, Snapshot, put_back
 from pyg_sar.space.distributed_index import DistEdgeIndex, Order, dist_edge_index, version_of
 from pyg_sar.space.edge_ids import Given
 from pyg_sar.tensors.rows import unchanged_as
@@ -47,9 +47,8 @@ def unless_fused(layer: Any) -> Iterator[None]:
     """
     random = torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in layer.buffers()]
-    cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
     facts = facts_of(layer)
+    undo = _ways_back(layer)
     facts.only_fused = True
     try:
         yield
@@ -57,13 +56,27 @@ def unless_fused(layer: Any) -> Iterator[None]:
         torch.set_rng_state(random)
         if on_gpus:
             torch.cuda.set_rng_state_all(on_gpus)
-        for buffer, known in zip(layer.buffers(), buffers, strict=True):
-            put_back(buffer, *known)
-        layer.__dict__.update(cached)
+        for way in undo:
+            way()
         facts.not_fused.add(layer.training)
         raise NothingFused from error
     finally:
         facts.only_fused = False
+
+
+def _ways_back(layer: Any) -> Sequence[Callable[[], Any]]:
+    """Returns functions that make a layer, and generators but PyTorch's, what they are now."""
+    if any(is_users(type(module)) for module in layer.modules()):
+        return Snapshot(layer).restore, OtherGenerators(layer).put_back
+    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in layer.buffers()]
+    cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
+
+    def of_pygs_own() -> None:
+        for buffer, known in zip(layer.buffers(), buffers, strict=True):
+            put_back(buffer, *known)
+        layer.__dict__.update(cached)
+
+    return (of_pygs_own,)
 
 
 FEWEST_EDGES = 2**14  # with fewer, looking a call up takes longer than the kernels save
