@@ -486,6 +486,37 @@ def test_a_build_without_compiler_says_so(
     assert ops.why_missing() == why
 
 
+def test_a_checksum_tells_every_change(kernels: None):
+    """Of one word, of two that change places or signs; with any number of threads."""
+    checksum = torch.ops.pyg_sar.checksum
+    for count in (1, 63, 64, 65, 16384, 16385, 40000):
+        words = torch.arange(1, count + 1, dtype=torch.int32)
+        given = words.view(torch.uint8)
+        found = {checksum(given), checksum(given[:-1]), checksum(torch.cat([given, given[:1] * 0]))}
+        places = sorted({0, count // 3, count - 1})
+        for place in places:
+            for bit in (0, 8, 31):
+                other = words.clone()
+                other[place] ^= torch.tensor(1 << bit).int()
+                found.add(checksum(other.view(torch.uint8)))
+        pairs = [(a, b) for a in range(0, count, 97) for b in (a + 1, a + 64, a + 128) if b < count]
+        for a, b in pairs[:200]:
+            other = words.clone()
+            other[[a, b]] = other[[b, a]]
+            found.add(checksum(other.view(torch.uint8)))
+            signs = words.float()
+            before = checksum(signs.view(torch.uint8))
+            signs[[a, b]] *= -1
+            assert checksum(signs.view(torch.uint8)) != before
+        assert len(found) == 3 + 3 * len(places) + len(pairs[:200])
+    torch.set_num_threads(3)
+    several = checksum(given)
+    torch.set_num_threads(1)
+    assert several == checksum(given)
+    with pytest.raises(RuntimeError, match="expected uint8 'bytes'"):
+        checksum(words)
+
+
 def test_the_library_needs_the_stable_abi_alone(kernels: None):
     """So that one build runs in PyTorch 2.10 and all later ones, and in any Python."""
     if shutil.which("nm") is None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.kernels.ops import why_missing
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import version_of
 from pyg_sar.wording import counted
@@ -76,7 +77,11 @@ def unchanged_as(tensor: Tensor, workers: int) -> int:
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if workers > 1 or transformed or tensor.device.type != "cpu":
         return version_of(tensor)
-    return zlib.crc32(bytes_of(tensor).numpy().data)
+    held = bytes_of(tensor)
+    if why_missing() is not None:
+        return zlib.crc32(held.numpy().data)
+    found: int = torch.ops.pyg_sar.checksum(held)
+    return found
 
 
 _COMPARED = 2**22  # bytes of a tensor; of more the sum of words besides
