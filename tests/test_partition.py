@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_geometric.data import Data
+from torch_geometric.data.hypergraph_data import HyperGraphData
 
 import pyg_sar
 from pyg_sar.partition.assignment import assign_nodes
@@ -180,10 +182,23 @@ def test_wrong_arguments_are_named(arguments, error, message):
         assign_nodes(torch.empty(2, 0, dtype=torch.long), 3, **{"num_parts": 2, **arguments})
 
 
+class Counted(Data):
+    """Counts each edge and its reverse as one, which a ``Data`` does not."""
+
+    @property
+    def num_edges(self) -> int:
+        return super().num_edges // 2
+
+    def is_directed(self) -> bool:
+        return False
+
+
 def test_no_graph_and_no_number_of_parts_are_named(graph, tmp_path):
     for data, parts, message in (
         ("graph.pt", 2, r"'data' to be a Data or a HeteroData, one graph \(got str\)"),
         ([graph], 2, r"one graph \(got list\)"),
+        (Counted.from_dict(graph.to_dict()), 2, "redefines is_directed, num_edges, but"),
+        (HyperGraphData(edge_index=graph.edge_index), 2, "redefines .*num_edges"),
         (graph, "2", r"'num_parts' to be an integer \(got '2'\)"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -425,9 +425,11 @@ def edges_of(data: Any, whole: bool = True) -> Tensor:
                 "ToSparseTensor, or set data.edge_index by torch_geometric.utils.to_edge_index"
             )
         if data.num_edges:
+            named = ", ".join(f"'{name}'" for name in sorted(data.keys()) if "edge" in name)
             raise ValueError(
-                f"'data' holds attributes of {counted(data.num_edges, 'edges')} ('edge_attr', say) "
-                "and no 'edge_index': set data.edge_index, or delete them"
+                f"'data' holds attributes of {counted(data.num_edges, 'edges')} ({named}) and no "
+                "'edge_index': set data.edge_index (to torch.empty(2, 0, dtype=torch.long), if "
+                "there are none), or delete them"
             )
         return torch.empty(2, 0, dtype=torch.long)
     if hasattr(edge_index, "as_tensor"):

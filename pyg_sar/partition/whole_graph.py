@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData
 
 from pyg_sar.partition.assignment import (
     assign_node_types,
@@ -180,6 +180,22 @@ Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensor
 """The metadata without the parts' files, the statistics, and the tensors of each part."""
 
 
+def _check_class(data: Data | HeteroData) -> None:
+    """Raises ``TypeError`` where a class derived from PyG's redefines what these have: parts hold
+    tensors, no classes.
+    """
+    base = HeteroData if isinstance(data, HeteroData) else Data
+    derived = type(data).__mro__[: type(data).__mro__.index(base)]
+    own = {name for one in derived if not issubclass(one, Batch) for name in vars(one)}
+    lost = sorted(name for name in own if not name.startswith("_") and hasattr(base, name))
+    if lost:
+        raise TypeError(
+            f"'data' is a {type(data).__name__}, which redefines {', '.join(lost)}, but workers "
+            f"get a {base.__name__}: pass {base.__name__}.from_dict(data.to_dict()) if "
+            f"{base.__name__}'s own are right for it"
+        )
+
+
 def prepare(
     data: Any,
     num_parts: int,
@@ -193,6 +209,7 @@ def prepare(
     scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a graph; arguments as of ``write_partitions``."""
+    _check_class(data)
     if isinstance(data, HeteroData):
         if levels:
             raise ValueError("'levels' is for a Data: the stores of a HeteroData say what rows are")
