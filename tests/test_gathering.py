@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hetero_graphs import make_hetero, random_parts
 from oracle import make_graph, workers
 from torch import Tensor
+from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
@@ -102,6 +104,27 @@ def test_node_types(tmp_path: Path):
         assert all(map(torch.equal, found, (data[n].x for n in data.node_types)))
 
 
+def test_nodes_beside_as_many_edges(tmp_path: Path):
+    data = make_graph(NODES)
+    kept = torch.arange(NODES) * 5
+    lists = {"edge_index": data.edge_index[:, kept], "edge_attr": data.edge_attr[kept]}
+    few = Data(**lists, num_nodes=NODES, node_size=data.x)
+    pyg_sar.write_partitions(few, 2, tmp_path / "parts", "random")
+
+    def worker() -> Tensor:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        part.edge_index = part.edge_index.flip(1)
+        return pyg_sar.from_local(part.node_size.to_local(), part).full_tensor()
+
+    assert all(torch.equal(found, data.x) for found in workers(worker, 2))
+
+
+def in_order(data: Data, **changes: Tensor) -> Data:
+    """The graph with its features alone in ascending order."""
+    found = copy.copy(data)
+    return found.update({"x": data.x[data.x[:, 0].argsort()], **changes})
+
+
 # case: (rows, what they are of, what the error says)
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "rows": (lambda x, d: pyg_sar.from_local(x[:-1], d), ValueError, "this worker's 20 of 40 rows"),
@@ -109,6 +132,12 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "no tensor": (lambda x, d: pyg_sar.from_local([1, 2], d), TypeError, "got list"),
     "whole": (lambda x, d: pyg_sar.from_local(d.x, d), TypeError, "got NodeTensor"),
     "no data": (lambda x, d: pyg_sar.from_local(x, x), ValueError, "what pyg_sar.load_partition"),
+    "sorted": (lambda x, d: pyg_sar.from_local(x, in_order(d)), ValueError, "not all in the same"),
+    "made edges": (
+        lambda x, d: pyg_sar.from_local(x, in_order(d, edge_index=d.edge_index + 0)),
+        ValueError,
+        "of its 40 nodes are not all in the same order .*: pass the one",
+    ),
     "large": (
         lambda x, d: d.x.unsqueeze(-1).expand(-1, -1, 1 << 24).full_tensor(),
         DistributedIndexError,

@@ -136,7 +136,8 @@ def from_local(rows: Tensor, data: Any, dim: int = 0) -> NodeTensor:
 
     Raises:
         TypeError: When ``rows`` is no plain tensor.
-        ValueError: When the number of rows is another one, or ``data`` has no node tensors.
+        ValueError: When the number of rows is another one, or ``data`` has no node tensors, or has
+            nodes in several orders.
     """
     if not isinstance(rows, Tensor) or isinstance(rows, NodeTensor) or not rows.dim():
         raise TypeError(
@@ -158,7 +159,7 @@ def rows_of(data: Any) -> Rows:
     """Returns the layout of a graph's nodes, of those of a type, or of a node tensor.
 
     Raises:
-        ValueError: ``data`` has no node tensors.
+        ValueError: ``data`` has no node tensors, or has nodes in several orders.
     """
     layout = data.rows if isinstance(data, NodeTensor) else _nodes_of(data)
     if layout is None:
@@ -170,14 +171,21 @@ def rows_of(data: Any) -> Rows:
 
 
 def _nodes_of(data: Any) -> Rows | None:
-    """Returns the layout of a graph's nodes, or of those of a type."""
+    """Returns the layout of a graph's nodes, or of those of a type. Collective at first."""
     held: Iterable[Any] = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
     values = [v for v in held if isinstance(v, NodeTensor)]
     edges = next((v.edges for v in values if v.edges is not None), None)
-    if edges is not None:
-        return cast(Rows, edges.targets)
-    total = getattr(data, "num_nodes", None)
-    return next((v.rows for v in values if v.rows.total == total), None)
+    total = getattr(data, "num_nodes", None) if edges is None else edges.targets.total
+    of_edges = {id(v.rows) for v in values if v.axis == 1 and v.dtype == torch.long}
+    found = [v.rows for v in values if v.rows.total == total and id(v.rows) not in of_edges]
+    found = found if edges is None else [edges.targets, *found]
+    if not all(rows.same(found[0]) for rows in found[1:]):
+        raise ValueError(
+            f"The tensors of 'data' with a row for each of its {total} nodes are not all in the "
+            "same order (one was sorted or permuted, say): pass the one whose rows they are in "
+            "place of 'data'"
+        )
+    return found[0] if found else None
 
 
 def by_rows(
