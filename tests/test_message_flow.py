@@ -263,6 +263,22 @@ def test_the_subgraph_is_the_same_for_any_number_of_workers(graph, partitions):
             assert sum(flow.num_sampled_edges) == len(e_id)
 
 
+def test_edges_beside_as_many_nodes_keep_their_attributes(tmp_path):
+    """PyG takes 40 weights for those of 40 nodes; write_partitions() was told."""
+    loops = torch.arange(NODES)
+    ring = Data(edge_index=torch.stack([loops, loops.roll(-7)]), weight=torch.rand(NODES))
+    ring.num_nodes = NODES
+    pyg_sar.write_partitions(ring, 2, tmp_path / "parts", "random", levels={"weight": "edge"})
+
+    def worker() -> list[Tensor | None]:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        flow = pyg_sar.partition.message_flow_graphs(data, loops[:5], 1)
+        return [whole(flow.weight), whole(flow.e_id)]
+
+    for weight, e_id in workers(worker, 2):
+        assert torch.equal(weight, ring.weight[e_id])
+
+
 class Dropped(nn.Module):
     """Dropout of features, of attention and of edges, and layers that need the edges' order."""
 

@@ -233,9 +233,11 @@ def _flow(data: Data, edges: Edges, hop: Tensor, turns: Tensor, layers: int, who
         strided = isinstance(value, Tensor) and value.layout == torch.strided
         if not strided or not value.dim() or is_named(name):
             continue
-        if data.is_node_attr(name):
+        # PyG takes as many rows as nodes for nodes' rows, also where there are as many edges.
+        of_edge = isinstance(value, NodeTensor) and value.rows is of_edges
+        if data.is_node_attr(name) and not of_edge:
             flow[name] = _of_chosen(data, name, edges.targets, nodes)
-        elif data.is_edge_attr(name):
+        elif data.is_edge_attr(name) or of_edge:
             flow[name] = _of_chosen(data, name, of_edges, columns)
     flow.edge_index = _edges(edges.index, of_edges.ids, nodes, columns, whole)
     flow.num_nodes = nodes.rows.total
