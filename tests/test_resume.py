@@ -205,13 +205,20 @@ def partitions(tmp_path_factory) -> Path:
     return folder
 
 
-def saved_run(root: str, path: str, dropout: float = 0.0) -> Any:
+def loaded(root: str, turned: bool = False) -> Data:
+    """The graph; ``turned``: its labels alone in another order."""
     data = pyg_sar.load_partition(root)
+    data.y = data.y[torch.arange(NODES).flip(0)] if turned else data.y
+    return data
+
+
+def saved_run(root: str, path: str, dropout: float = 0.0, turned: bool = False) -> Any:
+    data = loaded(root, turned)
     return curve(make_trainer(data, dropout, callbacks=[SaveAt(path)]))
 
 
-def resumed_run(root: str, path: str, dropout: float = 0.0) -> Any:
-    data = pyg_sar.load_partition(root)
+def resumed_run(root: str, path: str, dropout: float = 0.0, turned: bool = False) -> Any:
+    data = loaded(root, turned)
     trainer = make_trainer(data, dropout)
     trainer.resume(path)
     assert trainer.epoch == 3
@@ -238,6 +245,13 @@ def test_another_partition_of_the_graph_continues_the_curve(partitions, tmp_path
     alone.resume(path)
     close(alone.fit().losses, whole[0])
     torch.testing.assert_close(alone.model.rows.weight.data, rows, rtol=1e-9, atol=1e-12)
+
+
+def test_labels_in_another_order_are_the_same_under_another_partition(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    whole = hosted(3, saved_run, str(partitions / "three"), path, 0.0, True)[0]
+    for _, losses, _, _ in hosted(2, resumed_run, str(partitions / "two"), path, 0.0, True):
+        close(losses, whole[0])
 
 
 def test_dropout_goes_on_with_the_same_masks(partitions, tmp_path):

@@ -20,7 +20,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import from_json, to_json
 from pyg_sar.partition.scratch import mixed
-from pyg_sar.tensors import NodeTensor
+from pyg_sar.tensors import NodeTensor, rows_at
 from pyg_sar.train.checkpoint import Checkpoint
 from pyg_sar.train.evaluation import Graph
 from pyg_sar.train.targets import Targets
@@ -273,7 +273,8 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
     values, rows = targets.values, len(targets.values)
     ids = torch.arange(rows, device=values.device)
     if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
-        ids, values, member = values.rows.ids, values.to_local(), member.to_local()
+        ids, member = values.rows.ids, rows_at(member, values.rows, 0)
+        values = values.to_local()
     node = mixed(mixed(mixed(ids) + _bits(values)) + member)
     owned, edge = ids, 0
     if plain and one_type:
