@@ -204,6 +204,7 @@ def refusals(data: Data) -> list[str]:
         other,
         "a graph",
         loose if comm.rank == 1 else None,
+        pyg_sar.scatter(data).subgraph(torch.arange(20)),
     ]
     found = []
     for graph in given:
@@ -224,6 +225,7 @@ def test_what_is_refused():
             "ValueError: scatter(data): rank 1 passed another graph than rank 0",
             "TypeError: Expected 'data' to be a Data, a HeteroData or None (got str)",
             "'thing'",
+            "ValueError: 'data' is divided among the workers already",
             "method='geometric' needs positions 'pos' of all 40 nodes (got none)",
         ]
         for text, part in zip(texts, expected, strict=True):

@@ -54,6 +54,7 @@ from pyg_sar.partition.schema import (
     make_tensors,
 )
 from pyg_sar.partition.scratch import GroupedEdges, Scratch
+from pyg_sar.tensors import node_tensors
 from pyg_sar.wording import counted
 
 Report = Callable[[str], None]
@@ -180,10 +181,15 @@ Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensor
 """The metadata without the parts' files, the statistics, and the tensors of each part."""
 
 
-def _check_class(data: Data | HeteroData) -> None:
-    """Raises ``TypeError`` where a class derived from PyG's redefines what these have: parts hold
-    tensors, no classes.
+def _check_kind(data: Data | HeteroData) -> None:
+    """Raises where a graph is divided already, or where its class, derived from PyG's, redefines
+    what that has: parts hold tensors, no classes.
     """
+    if node_tensors(data.to_dict()):
+        raise ValueError(
+            "'data' is divided among the workers already: use it as it is. To divide it anew pass "
+            "one of plain tensors, the x.full_tensor() of each"
+        )
     base = HeteroData if isinstance(data, HeteroData) else Data
     derived = type(data).__mro__[: type(data).__mro__.index(base)]
     own = {name for one in derived if not issubclass(one, Batch) for name in vars(one)}
@@ -209,7 +215,7 @@ def prepare(
     scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a graph; arguments as of ``write_partitions``."""
-    _check_class(data)
+    _check_kind(data)
     if isinstance(data, HeteroData):
         if levels:
             raise ValueError("'levels' is for a Data: the stores of a HeteroData say what rows are")
