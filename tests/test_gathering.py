@@ -96,7 +96,10 @@ def test_node_types(tmp_path: Path):
 
     def worker() -> list[Any]:
         part = pyg_sar.load_partition(tmp_path / "h")
-        again = pyg_sar.from_local(part["paper"].y.to_local(), part["paper"])
+        rows = part["paper"].y.to_local()
+        with pytest.raises(ValueError, match="a node store of it, .* EdgeStorage"):
+            pyg_sar.from_local(rows, part["paper", "cites", "paper"])
+        again = pyg_sar.from_local(rows, part["paper"])
         return [again.full_tensor(), *(part[n].x.full_tensor() for n in part.node_types)]
 
     for labels, *found in workers(worker, 3):

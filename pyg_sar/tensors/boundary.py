@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch_geometric.data.storage import EdgeStorage
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
@@ -172,7 +173,8 @@ def rows_of(data: Any) -> Rows:
 
 def _nodes_of(data: Any) -> Rows | None:
     """Returns the layout of a graph's nodes, or of those of a type. Collective at first."""
-    held: Iterable[Any] = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
+    none = isinstance(data, Tensor | EdgeStorage)  # A relation's rows are those of its edges.
+    held: Iterable[Any] = () if none else getattr(data, "values", tuple)()
     values = [v for v in held if isinstance(v, NodeTensor)]
     edges = next((v.edges for v in values if v.edges is not None), None)
     total = getattr(data, "num_nodes", None) if edges is None else edges.targets.total
