@@ -26,6 +26,7 @@ from oracle import (
 from oracle import workers as launched
 from torch import Tensor
 from torch_geometric.nn import LINKX, GATConv, LightGCN, RGCNConv
+from torch_geometric.utils import to_undirected
 
 import pyg_sar
 from pyg_sar.errors import CheckpointError
@@ -73,6 +74,11 @@ KINDS: dict[str, tuple[Any, str, Any]] = {
         lambda: LINKX(NODES, CHANNELS, 8, OUT, num_layers=2),
         "edge_lin.weight",
         lambda m, d: m(d.x, d.edge_index),
+    ),
+    "LINKX, made edges": (
+        lambda: LINKX(NODES, CHANNELS, 8, OUT, num_layers=2),
+        "edge_lin.weight",
+        lambda m, d: m(d.x, *to_undirected(d.edge_index, d.edge_weight)),
     ),
 }
 

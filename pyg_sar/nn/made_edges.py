@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
@@ -322,6 +323,8 @@ def _is_of_types(value: dict[Any, Any]) -> bool:
 
 def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
     """Returns the nodes that a call's edges join, where its arguments tell."""
+    if isinstance(layer, SparseLinear):
+        return [layer.in_channels]  # LINKX: a parameter's row for each node
     x = given.get("x")
     nothing = isinstance(x, tuple | list) and all(end is None for end in x)
     if nothing or "x" not in given:
