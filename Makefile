@@ -3,12 +3,12 @@
 #   PYTHON       the Python (3.11 or newer) that makes the environment
 #   TORCH        the PyTorch that is installed; pip's own settings (PIP_INDEX_URL, ...) apply
 #   PYTEST_ARGS  more arguments of pytest, for example PYTEST_ARGS='-k storage'
-#   JOBS         processes that share the test files; a core and 2 GB of memory each
+#   JOBS         processes that share the test files, of 2 GB of memory each; three keep two cores busy
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

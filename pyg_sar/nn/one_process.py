@@ -2,7 +2,8 @@
 
 [Note: for as long as the user's tensor lives] A graph's structure (edges sorted by target, and by
 source) is made once per ``edge_index`` and kept for as long as that tensor lives unchanged; all
-layers of a model share it. A checksum tells whether it is unchanged: 3 to 8 % of the time of a layer with 16 channels.
+layers of a model share it. A checksum tells whether it is unchanged: 3 to 8 % of the time of a
+layer with 16 channels.
 """
 
 from __future__ import annotations
