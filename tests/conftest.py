@@ -21,6 +21,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Whether there is a GPU is asked of its driver without starting it: workers are forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# Arrow, which pandas imports, would start a thread: then nothing could be forked.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 import combinations
 import pytest
