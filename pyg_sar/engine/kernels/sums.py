@@ -100,9 +100,10 @@ class Sums(Kernel):
 def weights_of(
     block: Block, weight: Tensor, kept: KeptWeights | None, by_source: bool = False
 ) -> Tensor:
-    """A number for each of the block's edges, in its order, in what kernels add up in.
+    """A number for each of the block's edges, in what kernels add up in: in the block's order.
 
-    Of weights that are ``kept`` it is made once, and ``by_source`` in the order of that.
+    Weights that are ``kept`` are put in order once, with ``by_source`` in that of the block's edges
+    by source. Others stay in the block's order, of which the kernel reads them by ``edges``.
     """
     if kept is None:
         found = weight.reshape(-1)[block.columns]
