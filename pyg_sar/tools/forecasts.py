@@ -181,7 +181,7 @@ class Machine:
 
     def published(self, runs: Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
         """Returns the fields of a forecast, with a worker for each of the equal parts."""
-        tried = parts.tried
+        tried = parts.tried(mode)
         each = range(tried)
         rows = max(runs.sent(p, each) for p in each)
         if mode == 1:  # Those of the pairs that are tried.

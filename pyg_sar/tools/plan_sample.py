@@ -26,6 +26,8 @@ from pyg_sar.partition.storage import read_part, write_partitions
 
 MOST_PARTS = 8
 """Parts of a published partition that are tried, if they have its halo rows."""
+MOST_IN_TURN = 4
+"""Parts that are tried in mode 1, where a worker has the rows of one other part at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,10 +47,10 @@ class PartShape:
 class PublishedPartition:
     r"""A partition of which a few numbers are known; its parts are taken to be equal.
 
-    :data:`MOST_PARTS` parts are tried, or more where a part has more halo rows than the others have
-    nodes. In mode 1 a worker has one other part's rows at a time, so that each pair of these parts
-    has the halo rows that all pairs have, :math:`H / (P (P - 1))`; in modes 2 and 3 it has all
-    others' at once, so that each part has :math:`H / P`.
+    In mode 1 a worker has one other part's rows at a time: :data:`MOST_IN_TURN` parts are tried, of
+    which each pair has the halo rows that all pairs have, :math:`H / (P (P - 1))`. In modes 2 and 3
+    it has all others' at once, so that each part has :math:`H / P`: :data:`MOST_PARTS` parts are
+    tried, or more where a part has more halo rows than the others have nodes.
 
     Attributes:
         parts: Parts :math:`P`, at least 2.
@@ -90,14 +92,14 @@ class PublishedPartition:
                     f"(got {value})"
                 )
 
-    @property
-    def tried(self) -> int:
-        """The number of parts of its samples."""
-        return min(self.parts, max(MOST_PARTS, math.ceil(self.halo / self.nodes) + 1))
+    def tried(self, mode: int) -> int:
+        """Returns the number of parts of its samples."""
+        most = max(MOST_PARTS, math.ceil(self.halo / self.nodes) + 1)
+        return min(self.parts, MOST_IN_TURN if mode == 1 else most)
 
     def shapes(self, mode: int) -> list[PartShape]:
         """Returns the parts that are tried for a mode."""
-        tried = self.tried
+        tried = self.tried(mode)
         nodes, edges = self.nodes // self.parts, self.edges // self.parts
         others = self.parts - 1 if mode == 1 else tried - 1
         halo, cut = (round(count / self.parts / others) for count in (self.halo, self.cut))
@@ -142,17 +144,24 @@ def estimated_partitions(data: Data, most: int) -> list[PublishedPartition]:
     while most > nodes:
         most //= 2
     owner = assign_nodes(edge_index, nodes, most, "coarsened")
+    reads, edges = (edge_index[0] * most + owner[edge_index[1]]).unique(return_counts=True)
     found = []
     while most >= 2:
-        source, target = edge_index[0], owner[edge_index[1]]
+        source, target = reads // most, reads % most
         cut = owner[source] != target
-        halo = (source[cut] * most + target[cut]).unique() % most
         counts = [
-            int(torch.bincount(parts, minlength=most).max()) * most
-            for parts in (owner, target, halo, target[cut])
+            torch.bincount(parts, many, minlength=most).max() * most
+            for parts, many in (
+                (owner, None),
+                (target, edges),
+                (target[cut], None),
+                (target[cut], edges[cut]),
+            )
         ]
-        numbers = dict(zip(("nodes", "edges", "halo", "cut"), counts, strict=True))
+        numbers = dict(zip(("nodes", "edges", "halo", "cut"), map(int, counts), strict=True))
         found.append(PublishedPartition(parts=most, features=1, classes=1, like=data, **numbers))
+        reads, same = (reads // 2).unique(return_inverse=True)
+        edges = torch.zeros_like(reads).index_add_(0, same, edges)
         most, owner = most // 2, owner // 2
     return found[::-1]
 

@@ -87,7 +87,7 @@ def plan(
         parts: Numbers of them to compare, of a graph that is not partitioned yet. It is partitioned
             into a temporary folder, as large as the graph, for one number after the other. By
             default 2, 4 and 8 parts are estimated from one quick division, which writes
-            nothing: their memory is good to choose a number by.
+            nothing: good to choose a number by. Their times are those of counted operators.
         workers: Numbers of them to compare; those of fewer workers than parts host several each.
             By default one for each part. Partitions with fewer parts are left out.
         modes: Of :class:`SARPolicy`, to compare; by default all three, of estimates the first.
@@ -148,6 +148,8 @@ def plan(
     check_folder("store", store)
     if store is not None and limit is None:
         raise ValueError(f"store={os.fspath(store)!r} needs memory=, which says what may stay")
+    if estimated and rates is None:
+        rates = Rates.measure()  # The estimates' samples are too small to be timed.
     place = None if store is None else os.fspath(store)
     disk = None if place is None else Disk.measure(place)
     policies = {mode: replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes}
