@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch_geometric.utils as pyg
+from oracle import workers
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric import seed_everything
@@ -19,6 +21,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar.comm.group import current
 from pyg_sar.nn.made_edges import _outline, made_edges
+from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.tensors import NodeTensor, Rows, whole
 from pyg_sar.tensors.distributing import distributed_edges
 
@@ -214,9 +217,40 @@ def bounded(root: str) -> None:
     assert made_by([(data.x, edges) for edges in lists * 2], layer) == [1] * 30 + [0] * 30
     current().made_edges = None
     made_edges(current()).room = 0
-    assert sum(made_by([(data.x, edges) for edges in lists[:16] * 2], layer)) == 16
-    assert sum(made_by([(data.x, edges) for edges in lists[:17] * 2], layer)) == 1 + 17
+    for count, made in ((4, 4), (5, 1 + 5)):
+        assert sum(made_by([(data.x, edges) for edges in lists[:count] * 2], layer)) == made
+    few = plain[:, (plain < 20).all(0)]
+    among = [(data.x[: NODES - k], few) for k in range(17)]  # each between other nodes
     current().made_edges = None
+    made_edges(current()).room = 0
+    assert sum(made_by(among[:16] * 2, layer)) == 16
+    assert sum(made_by(among * 2, layer)) == 1 + 17
+    current().made_edges = None
+
+
+def alive(root: str) -> list[list[int]]:
+    """Edge lists that are there as other edges are dropped in each step: none waits for Python's
+    collector of circles, nor is out of its sight."""
+    data, found = pyg_sar.load_partition(root), []
+    made_edges(current()).room = 0
+    gc.disable()
+    for make in (gnn.SAGEConv, gnn.GCNConv, gnn.GATConv):
+        layer = pyg_sar.distribute(make(6, 3).to(DOUBLE))
+        for change in (lambda edges: edges, pyg.to_undirected):
+            counts = []
+            for step in range(60):
+                if step % 20 == 0:
+                    counts.append(sum(issubclass(type(o), DistEdgeIndex) for o in gc.get_objects()))
+                kept = torch.rand(data.edge_index.size(1)) < 0.8
+                layer(data.x, change(data.edge_index[:, kept])).sum().backward()
+            found.append(counts[1:])
+    return found
+
+
+def test_edges_of_earlier_steps_are_freed(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts")
+    for found in workers(alive, 2, str(tmp_path / "parts")):
+        assert all(len({*counts}) == 1 for counts in found), found
 
 
 def unsent() -> None:

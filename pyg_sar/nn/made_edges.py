@@ -11,7 +11,7 @@ tensor's content is compared by each worker for itself, and all must have found 
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,9 +35,10 @@ from pyg_sar.tensors.rows import known_by
 METHOD = "balanced"
 """The partitioner of nodes that have no places yet."""
 
-_FEW = 16  # lists of edges that are kept whatever they take
+_MANY = 16  # layouts of nodes, node tensors, and lists of edges that are kept whatever they take
+_FEW = 4  # of these, lists between the same nodes
 _ROOM = 1 << 28  # bytes of others
-_BYTES = 40  # of an edge: as it was given, distributed, and its number
+_BYTES = 256  # of an edge: as it was given, distributed, and what layers made of it
 _SAMPLE = 16  # edges, or a few more, by which lists are told apart before they are compared
 _LABEL = ("", "", "made edges")
 
@@ -168,7 +169,7 @@ class MadeEdges:
                 # What is kept alive keeps its id its own.
                 found = self._by_content(title, made, content, ends, other_nodes)
                 self._seen[key] = (made, rows), found
-            if len(self._seen) > _FEW:
+            if len(self._seen) > _MANY:
                 self._seen.popitem(last=False)
         self._seen.move_to_end(key)
         return self._seen[key][1]
@@ -183,7 +184,7 @@ class MadeEdges:
     ) -> Tensor:
         layouts = [self._layout(title, made, end, len(ends) > 1) for end in ends]
         spread = isinstance(made, NodeTensor)
-        known, key = self._kept[spread], (*map(id, layouts), *_outline(content))
+        known, key = self._kept[spread], (tuple(map(id, layouts)), *_outline(content))
         old = kept = known.get(key)
         if kept is not None and not torch.equal(kept.content, content):
             kept = None
@@ -206,9 +207,22 @@ class MadeEdges:
         known[key] = kept
         known.move_to_end(key)
         self._held[spread] += kept.edges - (0 if old is None else old.edges)
-        while len(known) > _FEW and _BYTES * self._held[spread] > self.room:
-            self._held[spread] -= known.popitem(last=False)[1].edges
+        self._forget(spread)
         return kept.found
+
+    def _forget(self, spread: bool) -> None:
+        """Drops the oldest lists where all take too much, but for a few between the same nodes."""
+        known = self._kept[spread]
+        lists = Counter(nodes for nodes, *_ in known)
+        for key in [*known]:
+            if _BYTES * self._held[spread] <= self.room:
+                return
+            if lists[key[0]] > _FEW or len(known) > _MANY:
+                lists[key[0]] -= 1
+                dropped = known.pop(key)
+                self._held[spread] -= dropped.edges
+                for other in [k for k, (_, found) in self._seen.items() if found is dropped.found]:
+                    del self._seen[other]
 
     def _layout(self, title: str, made: Tensor, end: NodeTensor | int, bipartite: bool) -> Rows:
         """Returns the layout of nodes: as they lie, as others of their number do, or a new one."""
@@ -229,7 +243,7 @@ class MadeEdges:
                 owner.copy_(assign_nodes(edges, end, comm.world_size, method))
             comm.broadcast(owner, label=_LABEL)
             self._layouts[end] = node_rows(comm, (owner == comm.rank).nonzero().view(-1), end)
-            if len(self._layouts) > _FEW:
+            if len(self._layouts) > _MANY:
                 self._layouts.popitem(last=False)
         self._layouts.move_to_end(end)
         return self._layouts[end]

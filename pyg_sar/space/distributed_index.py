@@ -101,8 +101,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 def plain(value: Any) -> Any:
-    """The tensor without its meaning: ids of this worker's own numbering."""
-    return value.as_subclass(Tensor) if isinstance(value, InSpace) else value
+    """The tensor without its meaning: ids of this worker's own numbering.
+
+    It is detached: PyTorch's views keep their base alive, out of sight of Python's collector. What
+    an edge index remembers of itself would keep it for ever.
+    """
+    return value.as_subclass(Tensor).detach() if isinstance(value, InSpace) else value
 
 
 class Order:

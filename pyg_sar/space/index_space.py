@@ -275,6 +275,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
     where = tuple(id(part) if isinstance(part, InSpace) else tuple(part.shape) for part in parts)
+    # Kept alive, so that their ids stay their own; not the one that keeps them, in a circle.
+    alive = [part for part in parts if isinstance(part, InSpace) and part is not base]
 
     def make() -> Any:
         joined = torch.cat([plain(part) for part in parts], dim)
@@ -284,9 +286,9 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
             out = _edges_like(joined, base)
             out.by_content |= len(others) > 0 and not adds_loops()
             derived(out, base, known=sum(isinstance(part, InSpace) for part in parts) == 1)
-            return parts, kept, out.ordered(order)
+            return alive, kept, out.ordered(order)
         index = dist_index(joined, base.plan, targets=base.targets)
-        return parts, kept, derived(index.ordered(order), base, known=False)
+        return alive, kept, derived(index.ordered(order), base, known=False)
 
     key = ("cat", where)
     found = base.remember(key, make)

@@ -220,26 +220,27 @@ def empty_tile(device: torch.device) -> Tile:
 
 
 class Shard:
-    """One shard of a :class:`Shards`, a block, whose sources come in a unit."""
+    """One shard of a :class:`Shards`, a block, whose sources come in a unit.
 
-    def __init__(self, shards: Shards, unit: int) -> None:
-        self._shards, self.unit = shards, unit
-        self.edges = shards.edges(unit)
-        self.segments = shards.segments[unit]
+    It doesn't refer to these: neither must wait for Python's collector of circles.
+    """
+
+    def __init__(self, unit: int, edges: slice, segments: Segments, order: EdgeOrder) -> None:
+        self.unit, self.edges, self.segments, self._order = unit, edges, segments, order
         self.by_source: Segments | None = None
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def columns(self) -> Tensor | slice:
         """Column in ``edge_index`` of each of the shard's edges, in shard order."""
-        return self._shards.columns(self.edges)
+        return self._order.columns(self.edges)
 
     def transposed(self, numbered: bool = False) -> Segments:
         """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
         found = self.by_source
         if found is None or (numbered and found.edges is None):
-            given, shards = self.segments, self._shards
-            sizes = shards.num_rows[self.unit], shards.num_targets
+            given, order = self.segments, self._order
+            sizes = order.num_rows[self.unit], order.num_targets
             ends = given.source, given.offsets, given.targets
             found = _grouped(*transpose(*ends, *sizes, numbered=numbered))
             self.by_source = found
@@ -262,7 +263,76 @@ class Shard:
         targets = place + first if shard.targets is None else shard.targets[first:last]
         index = place.repeat_interleave(counts, output_size=stop - start)
         source = shard.source[start:stop].long()
-        return Tile(self.unit, edges, targets, index, source, lambda: self._shards.columns(edges))
+        return Tile(self.unit, edges, targets, index, source, lambda: self._order.columns(edges))
+
+
+class EdgeOrder:
+    """The order of a worker's edges by unit, target and row of the unit's buffer.
+
+    Attributes:
+        num_rows: Rows of each unit.
+        num_targets: Target nodes.
+    """
+
+    def __init__(self, edge_index: DistEdgeIndex) -> None:
+        plan = edge_index.plan
+        self._plan, self._ends, self.num_targets = plan, edge_index.ends(), edge_index.num_targets
+        self._joined = plan.comm.host is not None and plan.world_size > 1
+        self.num_rows = [plan.num_local, plan.num_halo]
+        if not self._joined:
+            self.num_rows = [plan.num_rows[unit] for unit in range(plan.world_size)]
+        self._in_order = False
+        self._columns: Tensor | None = None
+
+    def sorted(self) -> tuple[Tensor, Tensor]:
+        """Each edge's row in its unit's buffer, in this order; and where each target's edges begin.
+
+        Columns of edges are asked for by edge-level data alone: of many they are made again.
+        """
+        rows, order, starts = self._sort()
+        self._in_order = bool((order[1:] > order[:-1]).all())
+        self._columns = order if order.numel() <= _FEW else None
+        return rows if self._in_order else rows[order], starts
+
+    def columns(self, edges: slice) -> Tensor | slice:
+        """Column in ``edge_index`` of each of a run of edges in this order."""
+        if self._in_order:
+            return edges
+        if self._columns is None:
+            self._columns = self._sort()[1]
+        return self._columns[edges].long()
+
+    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
+        source, target = self._ends
+        world = len(self.num_rows)
+        rows, unit = self._place(source)
+        order = sort_edges(rows, max(self.num_rows))[0]
+        keys = self.num_targets * world
+        # By target, and a target's edges by row: rows that are near are read one after another.
+        if world == 1:
+            return rows, *sort_edges(target, keys, order)
+        key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
+        del unit
+        return rows, *sort_edges(key, keys, order)
+
+    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
+        plan = self._plan
+        if plan.world_size == 1:
+            return narrowed(source, plan.num_ids), source[:0]
+        source = narrowed(source, plan.num_ids).contiguous()
+        sizes, units = [plan.num_local, plan.num_halo], [0, 1]
+        if not self._joined:
+            sizes = [plan.num_local, *plan.halo_counts]
+            units = [
+                0,
+                *((owner - plan.rank) % plan.world_size for owner in range(plan.world_size)),
+            ]
+        starts = source.new_tensor([0, *accumulate(sizes[:-1])])
+        run = torch.bucketize(source, starts[1:], right=True, out_int32=True)
+        unit = torch.tensor(units, dtype=torch.int32, device=source.device).index_select(0, run)
+        return source - starts.index_select(0, run), unit
 
 
 class Shards:
@@ -286,76 +356,23 @@ class Shards:
         for ledger in plan.comm.ledgers:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
-        self._ends = edge_index.ends()
-        source, target = self._ends
-        self.num_edges, self.num_targets = source.numel(), edge_index.num_targets
+        target = edge_index.ends()[1]
+        self.num_edges, self.num_targets = target.numel(), edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=self.num_targets)
-        self._joined = plan.comm.host is not None and plan.world_size > 1
-        units = range(2 if self._joined else plan.world_size)
-        self.num_rows = [plan.num_local, plan.num_halo]
-        if not self._joined:
-            self.num_rows = [plan.num_rows[unit] for unit in units]
-        rows, order, starts = self._sort()
-        # Columns of edges are asked for by edge-level data alone; see columns().
-        self._in_order = bool((order[1:] > order[:-1]).all())
-        self._columns: Tensor | None = order if self.num_edges <= _FEW else None
+        order = EdgeOrder(edge_index)
+        self.num_rows, count = order.num_rows, self.num_targets
+        rows, starts = order.sorted()
         narrow = max(plan.num_ids, self.num_edges) < 2**31
         index = torch.int32 if narrow else torch.int64
-        if not self._in_order:
-            rows = rows[order]
-        del order
         rows, starts = rows.to(index), starts.to(index)
-        count = self.num_targets
-        self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
-        self._offsets += [self._offsets[-1]] * (len(units) + 1 - len(self._offsets))
+        units = range(len(self.num_rows))
+        offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
+        offsets += [offsets[-1]] * (len(units) + 1 - len(offsets))
+        edges = [slice(offsets[unit], offsets[unit + 1]) for unit in units]
         self.segments = [
-            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1]) for u in units
+            _grouped(rows[edges[u]], starts[u * count : (u + 1) * count + 1]) for u in units
         ]
-        self.blocks = [Shard(self, unit) for unit in units]
-
-    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
-        source, target = self._ends
-        world = len(self.num_rows)
-        rows, unit = self._place(source)
-        order = sort_edges(rows, max(self.num_rows))[0]
-        keys = self.num_targets * world
-        # By target, and a target's edges by row: rows that are near are read one after another.
-        if world == 1:
-            return rows, *sort_edges(target, keys, order)
-        key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
-        del unit
-        return rows, *sort_edges(key, keys, order)
-
-    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
-        plan = self.plan
-        if plan.world_size == 1:
-            return narrowed(source, plan.num_ids), source[:0]
-        source = narrowed(source, plan.num_ids).contiguous()
-        sizes, units = [plan.num_local, plan.num_halo], [0, 1]
-        if not self._joined:
-            sizes = [plan.num_local, *plan.halo_counts]
-            units = [
-                0,
-                *((owner - plan.rank) % plan.world_size for owner in range(plan.world_size)),
-            ]
-        starts = source.new_tensor([0, *accumulate(sizes[:-1])])
-        run = torch.bucketize(source, starts[1:], right=True, out_int32=True)
-        unit = torch.tensor(units, dtype=torch.int32, device=source.device).index_select(0, run)
-        return source - starts.index_select(0, run), unit
-
-    def edges(self, unit: int) -> slice:
-        """The shard's edges in shard order."""
-        return slice(self._offsets[unit], self._offsets[unit + 1])
-
-    def columns(self, edges: slice) -> Tensor | slice:
-        """Column in ``edge_index`` of each of a run of edges in shard order."""
-        if self._in_order:
-            return edges
-        if self._columns is None:
-            self._columns = self._sort()[1]
-        return self._columns[edges].long()
+        self.blocks = [Shard(u, edges[u], self.segments[u], order) for u in units]
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:
