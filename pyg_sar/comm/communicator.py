@@ -115,6 +115,9 @@ class Communicator(ABC):
         self.replica, self.replicas = 0, 1
         self.across: Communicator | None = None
         """The workers of this rank in all replicas, by replica; ``None`` where there is one."""
+        self.interrupted = False
+        """Says if an exception has ended a pass over edges: rows that others sent for it may still
+        be on their way."""
         self.closed = False
 
     def place_among(self, across: Communicator | None) -> None:
@@ -309,6 +312,10 @@ class Communicator(ABC):
         """Waits until every rank came here (and all earlier operations ended)."""
         self.all_reduce(torch.zeros(1, device=self.device), label=BARRIER)
 
+    def settle(self) -> None:
+        """Drops what is left of passes that an exception has ended on all workers. Collective."""
+        self.interrupted = False
+
     def unpaged(self) -> AbstractContextManager[Any]:
         """Makes tensors that stay in memory, also where a part's others wait in a store."""
         return nullcontext()
@@ -487,6 +494,13 @@ class GroupCommunicator(Communicator):
 
         self._issuer.submit(task, label, f"broadcast from rank {src}").wait()
         return tensor
+
+    def settle(self) -> None:
+        super().settle()
+        self.barrier()
+        if self._local_peers is not None:
+            self._issuer.submit(self._local_peers.drop_unread, BARRIER, "settling").wait()
+        self.barrier()  # Nobody sends rows of the next pass before.
 
     # Failure -----------------------------------------------------------------
 

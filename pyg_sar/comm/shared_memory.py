@@ -388,36 +388,53 @@ class SharedMemory:
             found = self._expect(src, subject, name)
         return SharedMessage(self, self._links[src], found.segment, found.start, found.size)
 
+    def drop_unread(self) -> None:
+        """Gives back all rows that were sent here and not received."""
+        for link in self._links.values():
+            with contextlib.suppress(TimeoutError):
+                while True:  # What no wait is needed for.
+                    self._next_early(link, time.monotonic())
+            early, link.early = link.early, []
+            for found in early:
+                if found.subject == Subject.SUM:  # Another worker's barrier.
+                    link.early.append(found)
+                else:
+                    SharedMessage(self, link, found.segment, found.start, found.size).release()
+
     def _expect(self, src: int, subject: Subject, name: str) -> Header:
         """Returns the next message about a subject, which must have this name."""
         link = self._links[src]
-        found = self._find(link, src, subject)
+        found = self._find(link, subject)
         link.early.remove(found)
         if found.name != name.encode()[-NAME:]:
             raise unlike(self.rank, src, name, found.name.decode(errors="replace"))
         return found
 
-    def _find(self, link: Link, src: int, subject: Subject) -> Header:
+    def _find(self, link: Link, subject: Subject) -> Header:
         """Returns the next message about a subject; others are kept."""
         end = time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e.subject == subject), None)) is None:
-            (about, segment, capacity, start, size), rest = self._next(link, end)
-            if about == Subject.SUM:
-                named = len(rest) - size
-                link.early.append(Header(about, segment, start, size, rest[:named], rest[named:]))
-                continue
-            if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
-                raise PygSarError(
-                    f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
-                    f"many open files (ulimit -n). Raise the limit, or set PYG_SAR_SHARED_MEMORY=0"
-                )
-            if start + size > capacity:
-                raise PygSarError(
-                    f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
-                    f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
-                )
-            link.early.append(Header(about, segment, start, size, rest, b""))
+            self._next_early(link, end)
         return found
+
+    def _next_early(self, link: Link, end: float) -> None:
+        """Waits for the next message, which joins those that came before they were expected."""
+        (about, segment, capacity, start, size), rest = self._next(link, end)
+        if about == Subject.SUM:
+            named = len(rest) - size
+            link.early.append(Header(about, segment, start, size, rest[:named], rest[named:]))
+            return
+        if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
+            raise PygSarError(
+                f"Rank {self.rank} got no file descriptor of rank {link.peer}'s shared memory: too "
+                f"many open files (ulimit -n). Raise the limit, or set PYG_SAR_SHARED_MEMORY=0"
+            )
+        if start + size > capacity:
+            raise PygSarError(
+                f"Rank {self.rank} got rows of rank {link.peer} that end at byte {start + size} of "
+                f"a segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
+            )
+        link.early.append(Header(about, segment, start, size, rest, b""))
 
     def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
         """Returns the next packet and what follows; its descriptor, if it has one, is mapped."""

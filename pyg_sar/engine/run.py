@@ -150,6 +150,17 @@ class Kernel(ABC):
 
 def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
     """Goes through a schedule's stages. All workers call it together."""
+    comm = kernel.schedule.plan.comm
+    if comm.interrupted:
+        comm.settle()
+    try:
+        _go(kernel, todo, stages)
+    except BaseException:
+        comm.interrupted = True  # Whoever catches it may go on: with rows of the next pass.
+        raise
+
+
+def _go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
     with nullcontext() if todo.scope is None else todo.scope():
         for stage in stages:
             source = sink = None
