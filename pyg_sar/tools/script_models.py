@@ -35,8 +35,6 @@ REMEDIES = (
     "(CUDA_VISIBLE_DEVICES='')",
 )
 """Where workers compute on a GPU, and where on the CPU."""
-PLAIN = "_pyg_sar_plain"
-"""Attribute of a distributed module, and of its copies: its class and attributes before."""
 
 
 class Models:
@@ -151,9 +149,6 @@ class Models:
         """
         if all(map(self.is_ready, root.modules())):
             return
-        for module in root.modules():
-            if PLAIN not in module.__dict__:
-                module.__dict__[PLAIN] = type(module), frozenset(module.__dict__)
         if self.together.comm.device.type == "cpu":  # From there a model is moved to a GPU.
             self._check_device(root.parameters(), f"{type(root).__name__} has parameters")
         with torch.random.fork_rng(devices=[]):
@@ -229,33 +224,6 @@ class Models:
             self._calls.pop()
             for module in drawn:
                 del module.__dict__["reset_parameters"]
-
-    # When they are saved -----------------------------------------------------
-
-    def plain(self, value: Any) -> Any:
-        """Returns what is saved: models as they were before, all else as it is."""
-        if isinstance(value, Module):
-            return self._undistributed(value)
-        if isinstance(value, dict) and any(isinstance(v, Module) for v in value.values()):
-            return type(value)({key: self.plain(one) for key, one in value.items()})
-        if isinstance(value, list | tuple) and any(isinstance(v, Module) for v in value):
-            return type(value)(self.plain(one) for one in value)
-        return value
-
-    def _undistributed(self, module: Module) -> Module:
-        if not any(PLAIN in one.__dict__ for one in module.modules()):
-            return module
-        kind, names = module.__dict__.get(PLAIN, (type(module), frozenset(module.__dict__)))
-        out = kind.__new__(kind)
-        for name, value in module.__dict__.items():
-            if name in names:
-                out.__dict__[name] = copy.copy(value) if name.startswith("_") else value
-        out._forward_pre_hooks = type(module._forward_pre_hooks)()
-        out._modules = {
-            name: None if child is None else self._undistributed(child)
-            for name, child in module._modules.items()
-        }
-        return out
 
 
 def _own(module: Module) -> list[Tensor]:

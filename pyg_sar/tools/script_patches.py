@@ -309,7 +309,6 @@ def _optimize(
 
 def _save(worker: Worker, real: Function, /, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
     if not called_by_package():
-        obj = worker.models.plain(obj)
         f = f if worker.files is None else worker.files.place(f, writes=True)
     return real(obj, f, *args, **kwargs)
 
