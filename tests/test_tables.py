@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.predict import write_table
 from pyg_sar.tools.tables import names_of
 
+pyarrow = pytest.importorskip("pyarrow")
 csv = pytest.importorskip("pyarrow.csv")
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -107,6 +109,8 @@ WRONG = {
     "twice": ("id\na\na\n", "source,target\na,a\n", "names node 'a' more than once"),
     "no ids": ("y\n1\n", "source,target\na,a\n", "'source' of .* no column of such ids"),
     "empty": ("id\na\n", "source,target\na,a\na,\n", "'target' of .* has rows without a value"),
+    "floats": ("id\n2.0\n0.0\n1.0\n", "source,target\n2,0\n", "'id' of .* below 2.*got float64"),
+    "two ids": ("node,id\n0,1\n1,0\n", "source,target\n1,0\n", "columns 'node' and 'id', and only"),
     "text": ("id,y,z,k\na,u,v,1\n", "source,target\na,a\n", r"got 'y' \(string\), 'z' \(string\)"),
 }
 
@@ -117,6 +121,20 @@ def test_wrong_tables_are_named(name, tmp_path):
     write(tmp_path, nodes=nodes, edges=edges)
     with pytest.raises(ValueError, match=message):
         load_graph(str(tmp_path))
+
+
+def test_ends_of_other_kinds_are_named(tmp_path):
+    write(tmp_path, mixed="source,target\n1,a\n0,b\n", none="source,target\n")
+    with pytest.raises(ValueError, match="'source' and 'target' of .* name nodes alike"):
+        load_graph(f"{tmp_path}/mixed.csv")
+    assert load_graph(f"{tmp_path}/none.csv").num_nodes == 0
+    for first, problem in ((2**63, "below 2.*got uint64"), ([1, 2], "got lists"), (9, "")):
+        numbers = pyarrow.array([first], None if problem == "got lists" else "uint64")
+        parquet.write_table(
+            pyarrow.table({"source": numbers, "target": numbers}), tmp_path / "of.parquet"
+        )
+        with pytest.raises(ValueError, match=problem) if problem else nullcontext():
+            assert load_graph(f"{tmp_path}/of.parquet").node_name.tolist() == [9]
 
 
 def test_relations_with_text_are_refused(tmp_path):

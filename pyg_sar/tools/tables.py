@@ -75,7 +75,13 @@ class Table:
         """Returns the columns that name nodes: the ends of edges, or the id of a node."""
         if self.of_edges:
             return _ends(self, columns)
-        return [name for name in columns if name.lower() in _IDS][:1]
+        found = [name for name in columns if name.lower() in _IDS]
+        if len(found) > 1:
+            raise ValueError(
+                f"{self} has columns {' and '.join(map(repr, found))}, and only one names the "
+                "nodes: rename the other"
+            )
+        return found
 
 
 class NodeIds:
@@ -93,7 +99,7 @@ class NodeIds:
     def add(self, ids: Array, first: int) -> None:
         """Takes the ids of the nodes ``first``, ``first + 1``, ... from the table of nodes."""
         if self.numbers is None:
-            if ids.dtype.kind in "iu" and np.array_equal(ids, np.arange(first, first + len(ids))):
+            if ids.dtype.kind == "i" and np.array_equal(ids, np.arange(first, first + len(ids))):
                 return
             self.numbers = {node: node for node in range(first)}
         before = len(self.numbers)
@@ -131,8 +137,8 @@ class NodeIds:
     def names(self) -> Tensor:
         """Returns the ids in the nodes' order: int64 ``[N]``, or UTF-8 bytes ``[N, L]``."""
         ids = np.array(list(self.numbers or ()))
-        if ids.dtype.kind in "iu":
-            return torch.from_numpy(ids.astype(np.int64))
+        if ids.dtype.kind == "i":
+            return torch.from_numpy(ids)
         return torch.from_numpy(ids.view(np.uint8).reshape(len(ids), -1).copy())
 
 
@@ -156,7 +162,7 @@ def _columns(table: Table, files: ExitStack, ids: NodeIds) -> tuple[dict[str, Co
         for name in table.id_columns(list(piece)):
             if table.of_edges:
                 piece[name] = ids.numbers_of(piece[name], f"'{name}' of {table}")
-            elif piece[name].dtype.kind in "iuS":
+            else:
                 ids.add(piece[name], rows)
                 if piece[name].dtype.kind == "S":
                     del piece[name]
@@ -173,15 +179,9 @@ def _with_ends(
     table: Table, columns: dict[str, ColumnFile], ids: NodeIds, alone: bool
 ) -> dict[str, Any]:
     if not columns:
-        return {"edge_index": torch.empty(2, 0, dtype=torch.long)}
-    ends = []
-    for name in _ends(table, list(columns)):
-        if columns[name].dtype.kind not in "iu":
-            raise ValueError(
-                f"Expected '{name}' of {table} to hold node ids, text or integers from 0 "
-                f"(got {columns[name].dtype})"
-            )
-        ends.append(columns.pop(name).array())
+        none = {"edge_index": torch.empty(2, 0, dtype=torch.long)}
+        return none | {"num_nodes": torch.tensor(0)} if alone else none
+    ends = [columns.pop(name).array() for name in _ends(table, list(columns))]
     others = {name: column.tensor() for name, column in columns.items()}
     if not alone or ids.numbers is not None:
         return {"edge_index": joined_ends(ends)} | others
@@ -262,20 +262,39 @@ def _arrays(table: Table, piece: Any) -> dict[str, Array]:
         if column.null_count:
             raise ValueError(f"'{name}' of {table} has rows without a value")
         values = _values(f"'{name}' of {table}", column)
-        if values.dtype.kind == "O" and name in ids and all(isinstance(v, str) for v in values):
-            if not all(values):
-                raise ValueError(f"'{name}' of {table} has rows without a value")
-            values = np.array([text.encode() for text in values], dtype=np.bytes_)
+        if name in ids:
+            values = _ids(f"'{name}' of {table}", values)
         elif values.dtype.kind not in "iufb":
             wrong.append(f"'{name}' ({column.type})")
         is_mask = name.endswith("mask") and values.dtype.kind in "iu"
         arrays[name] = values.astype(bool) if is_mask and (values // 2 == 0).all() else values
+    if len({arrays[name].dtype.kind for name in ids}) > 1:
+        raise ValueError(
+            f"Expected {' and '.join(map(repr, ids))} of {table} to name nodes alike (got text and "
+            "integers): save both as text"
+        )
     if wrong:
         raise ValueError(
             f"Expected the columns of {table} to hold numbers (got {', '.join(wrong)}): number "
             "what they hold, or leave them out; only ids of nodes may be text"
         )
     return arrays
+
+
+def _ids(what: str, values: Array) -> Array:
+    """Returns ids of nodes as int64 or as UTF-8 bytes."""
+    kind = values.dtype.kind
+    if values.ndim == 1 and kind in "iu" and not (kind == "u" and (values >= 2**63).any()):
+        return values.astype(np.int64)
+    if kind == "O" and all(isinstance(text, str) for text in values):
+        if not all(values):
+            raise ValueError(f"{what} has rows without a value")
+        return np.array([text.encode() for text in values], dtype=np.bytes_)
+    found = values.dtype if values.ndim == 1 else "lists"
+    raise ValueError(
+        f"Expected {what} to hold node ids, text or integers below 2**63 (got {found}): save them "
+        "so, or rename the column if it holds no ids"
+    )
 
 
 def _values(what: str, column: Any) -> Array:
