@@ -159,7 +159,8 @@ def test_relations_with_text_are_refused(tmp_path):
 )
 def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
     data = load_graph(people(tmp_path, ids or [0, 1, 2, 3]), feature_columns="age income")
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    part = torch.tensor([2, 0, 2, 0])  # The second of three has no nodes.
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", part)
     path = tmp_path / f"out{suffix}"
 
     def worker() -> None:
@@ -168,7 +169,7 @@ def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
         own = None if names is None else names.to_local()
         write_table(3 * part.x.to_local(), part.x.rows.ids, own, path)
 
-    workers(worker, 2)
+    workers(worker, 3)
     read = csv.read_csv if suffix == ".csv" else parquet.read_table
     table = read(path).to_pydict()
     assert list(table) == ["id", "out_0", "out_1"]

@@ -69,7 +69,7 @@ def load_table(edges: str | os.PathLike[str], nodes: str | None = None) -> Data:
     """Returns the graph of a table of edges, and of one of nodes; see this module.
 
     Without a table of nodes they are those that the edges name: integers in ascending order, text
-    in the order in which it comes.
+    in any order.
     """
     paths = [None if path is None else Path(path) for path in (nodes, edges)]
     for path in paths:

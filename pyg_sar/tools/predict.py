@@ -262,7 +262,8 @@ def write_table(
                 arrow(path)
                 made = os.fspath(stack.enter_context(TemporaryFolder.beside(path)))
         rows = Path(comm.broadcast_object(made))
-        write_rows(values.reshape(len(values), -1), places, rows / "rows.npy")
+        columns = values.flatten(1) if values.dim() > 1 else values.view(-1, 1)
+        write_rows(columns, places, rows / "rows.npy")
         if names is not None:
             write_rows(names, places, rows / "names.npy")
         with _on_all(comm, path):
