@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -294,18 +295,49 @@ def test_another_model_optimizer_or_settings_are_refused(tmp_path):
         load_checkpoint(path, model, sgd)
 
 
+@pytest.mark.parametrize("kind", ["MultiStepLR", "ReduceLROnPlateau", "OneCycleLR"])
+def test_a_scheduler_of_a_loop_goes_on(kind, tmp_path):
+    options: dict[str, Any] = {"milestones": [1, 3]} if kind == "MultiStepLR" else {}
+    options |= {"max_lr": 1.0, "total_steps": 6} if kind == "OneCycleLR" else {}
+
+    def made() -> tuple[Any, Any, Any]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return model, optimizer, getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+
+    def step(optimizer: Any, scheduler: Any) -> float:
+        optimizer.step()
+        scheduler.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
+        return float(optimizer.param_groups[0]["lr"])
+
+    (model, *first), (again, *second) = made(), made()
+    if kind != "ReduceLROnPlateau":  # Before its first step its best value is infinite.
+        step(*first)
+    state = {"scheduler": first[1].state_dict(), "odd": ({1: None}, float("inf"))}
+    save_checkpoint(tmp_path / "c", model, first[0], state=state)
+    found = load_checkpoint(tmp_path / "c", again, second[0]).state
+    second[1].load_state_dict(found["scheduler"])
+    assert [step(*second) for _ in range(4)] == [step(*first) for _ in range(4)]
+    assert found["odd"] == state["odd"]
+
+
 def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
     path, model = tmp_path / "c", make_model()
     save_checkpoint(path, model, state={"n": 1})
     for value, why in (
         (object(), "not JSON serializable"),
-        (float("nan"), "not JSON compliant"),
+        ((OrderedDict(a=1),), r"state\['n'\] does not come back from JSON as it is"),
         (torch.ones(2), r"state\['n'\] is a Tensor: .* call \.tolist\(\)"),
     ):
         with pytest.raises(CheckpointError, match=f"Cannot write the checkpoint.*{why}"):
             save_checkpoint(path, model, state={"n": value})
     with pytest.raises(CheckpointError, match="Cannot write the checkpoint"):
         save_checkpoint(tmp_path / "no" / "c", model)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: sum(p.square().sum() for p in model.parameters()))
+    optimizer.state[optimizer.param_groups[0]["params"][0]] |= {"old_dirs": [torch.ones(2)]}
+    with pytest.raises(CheckpointError, match="LBFGS keeps several tensors in 'old_dirs'"):
+        save_checkpoint(path, model, optimizer)
     assert load_checkpoint(path).state == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     with pytest.raises(ValueError, match="'every' to be an integer of at least 1"):

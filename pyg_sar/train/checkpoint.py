@@ -25,12 +25,13 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pyg_sar.comm.agreement import raised_everywhere
 from pyg_sar.comm.devices import other_states, random_states, set_other_states
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
-from pyg_sar.files import check_path, replace_file, save_tensors
+from pyg_sar.files import check_path, from_json, replace_file, save_tensors, to_json
 from pyg_sar.partition.schema import without_prefix
 from pyg_sar.reduction.parameters import check_replicas, check_tensors, shared_names
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
@@ -93,7 +94,8 @@ def save_checkpoint(
         model: Its ``state_dict`` is saved. Of tensors with a row per node
             (:class:`~pyg_sar.nn.NodeEmbedding`) rank 0 gathers all rows.
         optimizer: Saved too where given.
-        state: Values that JSON can hold (epoch, best values, configuration, schedule, ...).
+        state: Numbers, texts, lists, tuples, and dictionaries of these (epoch, best values,
+            configuration, a scheduler's ``state_dict()``, ...).
         tensors: Further tensors, of the same names and shapes on all workers; rank 0's are written.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
 
@@ -300,12 +302,22 @@ def _collect(
 ) -> _Content:
     content = _Content(header={"format": _FORMAT, "version": _VERSION})
     content.header |= {"world_size": comm.world_size, "replicas": comm.replicas}
-    content.header["state"] = dict(state)
+    content.header |= {"state": {}, "coded": {}}
     for name, value in state.items():
         if isinstance(value, Tensor):
             raise TypeError(
                 f"state[{name!r}] is a Tensor: state takes what JSON can hold; call .tolist()"
             )
+        with suppress(ValueError):  # An infinite number.
+            if json.loads(json.dumps(value, allow_nan=False)) == value:
+                content.header["state"][name] = value
+                continue
+        coded = to_json(value)  # Such as MultiStepLR's milestones, whose keys are numbers.
+        with suppress(ValueError):
+            if repr(from_json(json.loads(json.dumps(coded)))) == repr(value):
+                content.header["coded"][name] = coded
+                continue
+        raise TypeError(f"state[{name!r}] does not come back from JSON as it is: {value!r:.200}")
     content.tensors |= {f"extra/{name}": tensor for name, tensor in extra.items()}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, Tensor):
@@ -318,6 +330,11 @@ def _collect(
             for key, value in entry.items():
                 if isinstance(value, Tensor):
                     content.tensors[f"optimizer/{index}/{key}"] = value
+                elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                    raise TypeError(
+                        f"{type(optimizer).__name__} keeps several tensors in {key!r}, which a "
+                        "checkpoint doesn't hold: save the model without its optimizer"
+                    )
                 else:
                     scalars.setdefault(str(index), {})[key] = value
         content.header["optimizer"] = {
@@ -399,6 +416,11 @@ def _read(path: Path) -> _Content:
     if content.header.get("sha256") != _digest(content):
         raise CheckpointError("its checksum is wrong: the file was altered after it was written")
     _check_header(content.header)
+    try:
+        coded = {name: from_json(value) for name, value in content.header.get("coded", {}).items()}
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"its header says {error}: another program wrote it") from error
+    content.header["state"] |= coded
     content.has_best = any(name.startswith("extra/best/") for name in content.tensors)
     return content
 
