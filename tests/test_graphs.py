@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch_geometric.transforms as T
 from torch_geometric.data import Data
 from torch_geometric.data.storage import AttrType
 from torch_geometric.utils import contains_self_loops, degree, is_undirected
@@ -220,6 +221,21 @@ def test_features_normalized_sparse_and_random(tmp_path):
     assert first.shape == (3, 9) and torch.equal(first, again)
     with pytest.raises(ValueError, match="'random_features' to be at least 0"):
         GraphOptions(random_features=-1)
+    np.savez(path, edge_index=[[0], [1]], x=x, y=np.array([0, 1, 1], np.uint16))
+    assert load_graph(path, split="random").train_mask.sum() == 1
+
+
+@pytest.mark.parametrize("form", ["sparse", "sparse_csr", "sparse_csc"])
+@pytest.mark.parametrize("lowest", [0.0, -1.0])
+def test_sparse_features_are_normalized_as_dense_ones(form, lowest, tmp_path):
+    x = torch.tensor([[lowest, 2.0], [0.0, 0.0], [3.0, 1.0]])
+    data = Data(x=x, edge_index=torch.tensor([[0], [1]]))
+    expected = T.NormalizeFeatures()(data.clone()).x
+    data.x = getattr(x, f"to_{form}")()
+    torch.save(data, tmp_path / "g.pt")
+    for options in ({}, {"sparse": True}):
+        found = load_graph(str(tmp_path / "g.pt"), normalize=True, **options).x
+        assert torch.equal(found.to_dense(), expected)
 
 
 # NumPy archives ###############################################################

@@ -425,8 +425,10 @@ def _prepare_features(x: Any, options: GraphOptions) -> Tensor:
                 "Expected 'x' to hold numbers, a row per node (got a "
                 f"{type(x).__name__}: {str(x)[:40]} ...); keep texts under another name"
             ) from None
-    if x.layout != torch.strided and not options.sparse:
-        x = x.to_dense()
+    if x.layout != torch.strided:
+        x = x.to_sparse_csr() if options.sparse else x.to_dense()
+    if options.normalize and x.layout != torch.strided and bool((x.values() < 0).any()):
+        x = x.to_dense()  # The lowest number is subtracted from zeros, too.
     if options.normalize and x.layout == torch.strided:
         x = x - x.min() if x.numel() else x
         x = x / x.sum(dim=-1, keepdim=True).clamp(min=1.0)
@@ -470,7 +472,7 @@ def _labelled(data: Data) -> Tensor:
     y = data.get("y")
     if not isinstance(y, Tensor) or y.dim() == 0 or y.size(0) != data.num_nodes:
         raise ValueError("A split is drawn among labelled nodes, but the graph has no 'y' per node")
-    known = ~y.isnan() if y.is_floating_point() else y >= 0
+    known = ~y.isnan() if y.is_floating_point() else y.long() >= 0  # uint16 compares with none.
     return (known if y.dim() == 1 else known.flatten(1).any(dim=1)).nonzero().view(-1)
 
 
