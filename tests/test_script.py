@@ -554,6 +554,20 @@ def test_parts_in_one_process(tmp_path, monkeypatch, capsys):
     assert numbers(found) == pytest.approx(numbers(expected), abs=1e-10)
 
 
+def test_a_module_that_parts_wait_in_is_named(tmp_path, monkeypatch):
+    """It holds Python's lock of its import, which the other parts wait for."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("seeds_at_once.py").write_text("import torch\ntorch.manual_seed(3)\n")
+    Path("script.py").write_text("import seeds_at_once\n")
+    try:
+        with pytest.raises(RuntimeError, match="the module 'seeds_at_once' loads a graph, sets a"):
+            work(ScriptConfig(script="script.py", parts=2, cache="cache"))
+    finally:
+        finalize()
+
+
 FIXED = """
 import torch
 from torch_geometric.data import Data, Dataset

@@ -13,7 +13,6 @@ import ctypes
 import functools
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
@@ -25,7 +24,7 @@ from pyg_sar.comm.communicator import Communicator
 from pyg_sar.comm.group import adopt, current
 from pyg_sar.comm.host import Host, Hosting
 from pyg_sar.comm.messages import failed, is_consequence
-from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
+from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator, module_in_import
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import check_whole
 from pyg_sar.wording import counted
@@ -147,20 +146,6 @@ def _without_default_group(parts: int, workers: int) -> Iterator[None]:
         dist.group.WORLD = group
 
 
-def _check_imported() -> None:
-    # What PyG generates for a layer imports its module, and would wait in a part's thread.
-    frame: Any = sys._getframe()
-    while frame is not None:
-        spec: Any = frame.f_globals.get("__spec__")
-        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
-            raise RuntimeError(
-                f"parts were started while the module {spec.name!r} is imported: they would wait "
-                "for each other, as layers import it, too. Call what starts parts (run(parts=), "
-                "verify()) in a function, or under 'if __name__ == \"__main__\":'"
-            )
-        frame = frame.f_back
-
-
 def host_parts(
     fn: Callable[..., T], args: Sequence[Any], hosting: Hosting, outer: Communicator
 ) -> list[T]:
@@ -170,7 +155,13 @@ def host_parts(
         PartError: A part failed.
         RuntimeError: This is called while a module is imported.
     """
-    _check_imported()
+    # What PyG generates for a layer imports its module, and would wait in a part's thread.
+    if name := module_in_import():
+        raise RuntimeError(
+            f"parts were started while the module {name!r} is imported: they would wait for each "
+            "other, as layers import it, too. Call what starts parts (run(parts=), verify()) in a "
+            "function, or under 'if __name__ == \"__main__\":'"
+        )
     _share_heap()
     host = Host(hosting, outer)
     on_cpu = outer.device.type == "cpu" and hasattr(os, "sched_setaffinity")  # Linux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -46,6 +47,17 @@ class PartWork(Work):
             self._finish()
             self._finish = lambda: None  # Nor is what it received into kept.
             self._end()
+
+
+def module_in_import() -> str:
+    """Returns the name of the module that this thread imports, or ``''``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        spec: Any = frame.f_globals.get("__spec__")
+        if frame.f_code.co_name == "<module>" and getattr(spec, "_initializing", False):
+            return str(spec.name)
+        frame = frame.f_back
+    return ""
 
 
 class PartCommunicator(Communicator):
@@ -139,6 +151,13 @@ class PartCommunicator(Communicator):
         return [found.clone() for found in take()]
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        if name := module_in_import():
+            raise RuntimeError(
+                f"the module {name!r} loads a graph, sets a seed, or calls something else that "
+                "parts do together, while it is imported: parts of one process import it once, and "
+                "would wait for each other. Do it in a function that the script calls, or start a "
+                "worker for each part"
+            )
         check_src(src, self.world_size, "parts")
         host, target = self.host, tensor.detach()
         worker = host.worker_of[src]
