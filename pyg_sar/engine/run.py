@@ -154,49 +154,45 @@ def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
     if comm.interrupted:
         comm.settle()
     try:
-        _go(kernel, todo, stages)
+        with nullcontext() if todo.scope is None else todo.scope():
+            for stage in stages:
+                source = sink = None
+                there, units = stage.there, range(len(stage.blocks))
+                if tensors := todo.slots if there else todo.sources:
+                    label = kernel.name, todo.phase, todo.kinds[2 if there else 0]
+                    in_place = todo.slots_in_place if there else todo.in_place
+                    scale = todo.scale if there else None
+                    how = Travel(label, kernel.prefetch, kernel.wire, in_place, scale)
+                    source = stage.exchange.source(tensors, how)
+                if totals := todo.answers if there else todo.returned:
+                    label = kernel.name, todo.phase, todo.kinds[3 if there else 1]
+                    in_flight = (there or todo.in_flight) if kernel.prefetch else None
+                    merge = todo.merge_ if there else None
+                    how = Travel(label, wire=kernel.wire, in_flight=in_flight, merge=merge)
+                    sink = stage.exchange.sink(totals, how)
+                own_last = source is None and todo.own_last
+                for unit in _own_last(units, kernel.prefetch) if own_last else units:
+                    block = stage.blocks[unit]
+                    rows = UnitRows([]) if source is None else source.open(unit)
+                    into = [] if sink is None else sink.open(unit)
+                    if block is not None and there and unit:
+                        todo.add_there_(block, rows, into)
+                    elif block is not None:
+                        if there:
+                            rows, into = UnitRows(list(todo.sources)), list(todo.returned)
+                        todo.add_(block, rows, into)
+                    del rows, into
+                    if sink is not None:
+                        sink.close(unit)
+                    if source is not None:
+                        source.close(unit)
+                if sink is not None:
+                    sink.finish()
+                if source is not None:
+                    source.finish()
     except BaseException:
         comm.interrupted = True  # Whoever catches it may go on: with rows of the next pass.
         raise
-
-
-def _go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
-    with nullcontext() if todo.scope is None else todo.scope():
-        for stage in stages:
-            source = sink = None
-            there, units = stage.there, range(len(stage.blocks))
-            if tensors := todo.slots if there else todo.sources:
-                label = kernel.name, todo.phase, todo.kinds[2 if there else 0]
-                in_place = todo.slots_in_place if there else todo.in_place
-                scale = todo.scale if there else None
-                how = Travel(label, kernel.prefetch, kernel.wire, in_place, scale)
-                source = stage.exchange.source(tensors, how)
-            if totals := todo.answers if there else todo.returned:
-                label = kernel.name, todo.phase, todo.kinds[3 if there else 1]
-                in_flight = (there or todo.in_flight) if kernel.prefetch else None
-                merge = todo.merge_ if there else None
-                how = Travel(label, wire=kernel.wire, in_flight=in_flight, merge=merge)
-                sink = stage.exchange.sink(totals, how)
-            own_last = source is None and todo.own_last
-            for unit in _own_last(units, kernel.prefetch) if own_last else units:
-                block = stage.blocks[unit]
-                rows = UnitRows([]) if source is None else source.open(unit)
-                into = [] if sink is None else sink.open(unit)
-                if block is not None and there and unit:
-                    todo.add_there_(block, rows, into)
-                elif block is not None:
-                    if there:
-                        rows, into = UnitRows(list(todo.sources)), list(todo.returned)
-                    todo.add_(block, rows, into)
-                del rows, into
-                if sink is not None:
-                    sink.close(unit)
-                if source is not None:
-                    source.close(unit)
-            if sink is not None:
-                sink.finish()
-            if source is not None:
-                source.finish()
 
 
 def _own_last(units: range, prefetch: int) -> list[int]:
