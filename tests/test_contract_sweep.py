@@ -28,8 +28,8 @@ WORLD, BATCHES = 2, 10
 LAYERS: dict[str, Case] = {}
 for name, options in CONVS.items():
     for case in options.values():
-        plain = not (case.refused or case.unavailable) and case.graph == "random" and case.train
-        if plain and name not in LAYERS:
+        no = case.refused or case.unavailable or case.no_layer
+        if not no and case.graph == "random" and case.train and name not in LAYERS:
             LAYERS[name] = case
 
 

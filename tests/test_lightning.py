@@ -161,6 +161,8 @@ def test_a_module_trains_as_in_one_process(shape: tuple[int, int], tmp_path: Pat
     for found in pyg_sar.launch(*given, replicas=replicas, timeout=60.0):
         for key in ("losses", "went on"):
             torch.testing.assert_close(found[key], expected[key], rtol=1e-10, atol=0)
-        torch.testing.assert_close(found["scores"], expected["scores"], rtol=1e-10, atol=0)
+        for name, score in expected["scores"].items():  # The area is computed in float32.
+            close = 1e-6 if name == "area" else 1e-10
+            torch.testing.assert_close(found["scores"][name], score, rtol=close, atol=0)
         torch.testing.assert_close(found["state"], expected["state"], rtol=1e-8, atol=1e-10)
         assert (found["files"], found["log"]) == (expected["files"], expected["log"])

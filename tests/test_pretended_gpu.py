@@ -90,7 +90,8 @@ def test_it_refuses_what_a_gpu_refuses(library: str):
 
 @pytest.mark.parametrize("file", ["test_gpu_workers", "test_gpu_flows", "test_gpu_tools"])
 def test_what_runs_on_gpus_runs_there(file: str, library: str):
-    """The tests of `make test-gpu`, without its kernels."""
+    """The tests of `make test-gpu`, without its kernels, and without NCCL."""
     given = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"{file}.py")]
+    given += ["-k", "not nccl"]
     found = run(given, PRETENDED_GPU=library, TRITON_INTERPRET="0")  # which finds no GPU
     assert "skipped" not in found and " passed" in found, found[-500:]

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def load(library: str) -> None:
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library)
+    sys.modules["triton"] = None  # type: ignore[assignment]  # It would look for a real one.
 
 
 class Stream:
