@@ -26,7 +26,8 @@ def load(library: str) -> None:
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library)
-    sys.modules["triton"] = None  # type: ignore[assignment]  # It would look for a real one.
+    for name in ("triton", "torch_scatter", "torch_sparse"):  # They know a real one, or none.
+        sys.modules[name] = None  # type: ignore[assignment]
 
 
 class Stream:
