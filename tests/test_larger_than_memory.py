@@ -226,7 +226,10 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     (tmp_path / "store").mkdir()
     given = {"parts": 6, "store": tmp_path / "store"}
     first = pyg_sar.run(train, root, 2, parts=6)
-    stored = pyg_sar.run(train, root, 2, memory=30 * MB, **given)
+    for limit in (28, 20, 14):  # What earlier tests have left in the heap takes nothing of it.
+        stored = pyg_sar.run(train, root, 2, memory=limit * MB, **given)
+        if stored[-1][2] > MB:
+            break
     assert stored[-1][2] > MB
     for found in (stored, pyg_sar.launch(train, 3, root, 2, memory=64 * MB, **given)):
         for (losses, parameters, _), (losses_1, parameters_1, _) in zip(found, first, strict=True):
